@@ -1,0 +1,103 @@
+"""Supported architectures as data: which Hugging Face tensors make which checkpoint tensors, and who absorbs whose smoother.
+
+Adding a dense decoder means adding an entry to `ARCHITECTURES`, not code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quasar_trt.errors import unknown
+from quasar_trt.model_config import ModelConfig
+
+Size = Callable[[ModelConfig], int]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A quantized linear of one layer; weight [out_features, in_features].
+
+    name: checkpoint name below `transformer.layers.{i}.`.
+    sources: Hugging Face names below the layer, concatenated along the output dimension.
+    norm: the norm that absorbs the smoother (shared by all linears that name it), or None for an explicit smoother
+        that divides the input at run time.
+    bias: whether this configuration has a bias here.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    out_features: Size
+    in_features: Size
+    norm: str | None
+    bias: Callable[[ModelConfig], bool]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Names of one family. `norms` maps checkpoint names to Hugging Face names, both below the layer."""
+
+    linears: tuple[Linear, ...]
+    norms: dict[str, str]
+    layer_prefix: str = "model.layers.{i}."
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
+    head: str = "lm_head.weight"
+
+
+_LLAMA = Architecture(
+    linears=(
+        Linear(
+            "attention.qkv",
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            lambda c: c.qkv_size,
+            lambda c: c.hidden_size,
+            "input_layernorm",
+            lambda c: c.qkv_bias,
+        ),
+        Linear(
+            "attention.dense",
+            ("self_attn.o_proj",),
+            lambda c: c.hidden_size,
+            lambda c: c.attention_size,
+            None,
+            lambda c: c.dense_bias,
+        ),
+        # TensorRT-LLM calls the gate projection `fc` and the up projection `gate`.
+        Linear(
+            "mlp.fc",
+            ("mlp.gate_proj",),
+            lambda c: c.intermediate_size,
+            lambda c: c.hidden_size,
+            "post_layernorm",
+            lambda c: c.mlp_bias,
+        ),
+        Linear(
+            "mlp.gate",
+            ("mlp.up_proj",),
+            lambda c: c.intermediate_size,
+            lambda c: c.hidden_size,
+            "post_layernorm",
+            lambda c: c.mlp_bias,
+        ),
+        Linear(
+            "mlp.proj",
+            ("mlp.down_proj",),
+            lambda c: c.hidden_size,
+            lambda c: c.intermediate_size,
+            None,
+            lambda c: c.mlp_bias,
+        ),
+    ),
+    norms={"input_layernorm": "input_layernorm.weight", "post_layernorm": "post_attention_layernorm.weight"},
+)
+
+ARCHITECTURES: dict[str, Architecture] = {"LlamaForCausalLM": _LLAMA}
+
+
+def architecture_of(config: ModelConfig) -> Architecture:
+    """Raises QuasarError naming the supported architectures."""
+    try:
+        return ARCHITECTURES[config.architecture]
+    except KeyError:
+        raise unknown("architecture", config.architecture, ARCHITECTURES) from None

@@ -1,0 +1,118 @@
+"""The checkpoint inside an engine directory: TensorRT-LLM's layout, declared once, validated on write and on read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quasar_trt.architectures import architecture_of
+from quasar_trt.errors import QuasarError
+from quasar_trt.model_config import ModelConfig
+from quasar_trt.recipe import Recipe
+from quasar_trt.tensorfile import TensorSpec, read_header
+
+LAYER_PREFIX = "transformer.layers.{i}."
+# Recipes that stock TensorRT-LLM modules cannot run carry this architecture, because stock loaders only warn about what they do not know.
+OWN_ARCHITECTURE = "QuasarForCausalLM"
+
+
+def checkpoint_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec]:
+    """Every tensor of rank 0's file, in writing order."""
+    architecture = architecture_of(config)
+    spec = {"transformer.vocab_embedding.weight": TensorSpec("BF16", (config.vocab_size, config.hidden_size))}
+    for i in range(config.num_hidden_layers):
+        prefix = LAYER_PREFIX.format(i=i)
+        for norm in architecture.norms:
+            spec[f"{prefix}{norm}.weight"] = TensorSpec("BF16", (config.hidden_size,))
+            if recipe.quantized:
+                spec[f"{prefix}{norm}.scale_to_int"] = TensorSpec("F32", (1,))
+        for linear in architecture.linears:
+            name, rows, columns = prefix + linear.name, linear.out_features(config), linear.in_features(config)
+            spec[f"{name}.weight"] = TensorSpec("I8" if recipe.quantized else "BF16", (rows, columns))
+            if recipe.quantized:
+                spec[f"{name}.per_channel_scale"] = TensorSpec("F32", (1, rows))
+                if linear.norm is None:
+                    spec[f"{name}.smoother"] = TensorSpec("F32", (1, columns))
+            if linear.bias(config):
+                spec[f"{name}.bias"] = TensorSpec("BF16", (rows,))
+    spec["transformer.ln_f.weight"] = TensorSpec("BF16", (config.hidden_size,))
+    shape = (config.vocab_size, config.hidden_size)
+    spec["lm_head.weight"] = TensorSpec("I8" if recipe.quantize_lm_head else "BF16", shape)
+    if recipe.quantize_lm_head:
+        spec["lm_head.per_channel_scale"] = TensorSpec("F32", (1, config.vocab_size))
+    return spec
+
+
+def checkpoint_config(config: ModelConfig, recipe: Recipe) -> dict:
+    """config.json of the checkpoint: TensorRT-LLM's PretrainedConfig, our extras under the one key `quasar`."""
+    stock = not recipe.quantize_lm_head
+    return {
+        "architecture": config.architecture if stock else OWN_ARCHITECTURE,
+        "dtype": "bfloat16",
+        "logits_dtype": "float32",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_size": config.head_size,
+        "vocab_size": config.vocab_size,
+        "hidden_act": "silu",
+        "norm_epsilon": config.norm_epsilon,
+        "position_embedding_type": "rope_gpt_neox",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rotary_base": config.rotary_base,
+        "rotary_scaling": config.rotary_scaling,
+        "attn_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+        "qk_layernorm": False,
+        "use_parallel_embedding": False,
+        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
+        "quantization": {
+            "quant_algo": "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN" if recipe.quantized else None,
+            "kv_cache_quant_algo": None,
+            "smoothquant_val": recipe.smoothquant if recipe.quantized else 0.5,
+            "exclude_modules": ["lm_head"] if recipe.quantized and stock else None,
+        },
+        "quasar": {"model": config.to_dict(), "recipe": recipe.to_dict()},
+    }
+
+
+def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec], where: str) -> None:
+    """Raises one QuasarError that lists every missing, unexpected or mis-shaped tensor."""
+    problems = [f"missing {name} {spec}" for name, spec in expected.items() if name not in found]
+    problems += [f"unexpected {name} {spec}" for name, spec in found.items() if name not in expected]
+    problems += [
+        f"{name} is {found[name]}, must be {spec}"
+        for name, spec in expected.items()
+        if name in found and found[name] != spec
+    ]
+    if problems:
+        raise QuasarError(f"{where} does not match its config.json: {'; '.join(problems)}")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A validated checkpoint directory; `path` is its rank-0 safetensors file."""
+
+    config: ModelConfig
+    recipe: Recipe
+    path: Path
+
+    @classmethod
+    def open(cls, directory: Path) -> Checkpoint:
+        """Reads config.json and the tensor table (not the data). Raises QuasarError on any mismatch."""
+        try:
+            values = json.loads((directory / "config.json").read_text())
+            extras = values["quasar"]
+            config, recipe = ModelConfig.from_dict(extras["model"]), Recipe.from_dict(extras["recipe"])
+        except OSError as error:
+            raise QuasarError(f"cannot read {directory / 'config.json'}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise QuasarError(f"{directory / 'config.json'} is not a checkpoint of this product ({error})") from None
+        path = directory / "rank0.safetensors"
+        found, _, _, _ = read_header(path)
+        check_tensors(found, checkpoint_spec(config, recipe), str(path))
+        return cls(config, recipe, path)

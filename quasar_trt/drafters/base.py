@@ -1,0 +1,65 @@
+"""The drafter interface: who proposes tokens for the verifier to score.
+
+Words: a drafter *proposes* draft tokens; the verifier scores them all in one pass; the accepted ones are a prefix (of a
+chain) or a path (of a tree). p is always the target distribution, q the drafter's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Draft tokens for one request.
+
+    ids: draft token ids, parents before children.
+    parents: index of each token's parent within `ids`, -1 for children of the last committed token; None means a chain.
+    probs: [len(ids), vocab] float32, the distribution q each token was drawn from, after the request's own temperature
+        and filters; None when the drafter is deterministic (q is one-hot).
+    """
+
+    ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] | None = None
+    probs: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+NO_DRAFT = Draft()
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """What a drafter sees of one request when asked to propose.
+
+    request_id: the id given to `start`.
+    context: prompt and emitted ids so far; the runner appends to it, a drafter only reads it.
+    limit: the most draft tokens this request can use now, >= 1.
+    """
+
+    request_id: int
+    context: Sequence[int]
+    limit: int
+
+
+class Drafter(ABC):
+    """Proposes draft tokens for the requests of one runner. Its state lives between `start` and `stop` of a request."""
+
+    def start(self, request_id: int, context: Sequence[int]) -> None:  # noqa: B027 (optional hook)
+        """A request begins; `context` is its growing list of prompt and emitted ids, shared, never copied."""
+
+    @abstractmethod
+    def propose(self, batch: Sequence[DraftRequest]) -> list[Draft]:
+        """One draft per entry of `batch`, each of at most `limit` tokens, possibly empty."""
+
+    def observe(self, request_id: int, emitted: Sequence[int], num_accepted_tokens: int) -> None:  # noqa: B027
+        """The verifier's answer to the last draft: the ids emitted, of which the first `num_accepted_tokens` were drafted."""
+
+    def stop(self, request_id: int) -> None:  # noqa: B027
+        """The request has ended; its state can go."""

@@ -1,0 +1,175 @@
+"""Safetensors files written tensor by tensor and mapped without a copy.
+
+Both weight files of an engine directory, the checkpoint and the packed engine, are safetensors files. Ours differ from
+those of the safetensors library only in that the header is padded (with spaces, as the format allows) so that the data
+starts at a multiple of 64 bytes: a tensor whose size is a multiple of 64 is then aligned for vector loads when mapped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from quasar_trt.errors import QuasarError
+
+ALIGNMENT = 64
+_ITEM_SIZES = {"BF16": 2, "F32": 4, "I32": 4, "I8": 1, "U8": 1}
+# numpy has no bfloat16: its bits are mapped as uint16.
+_NUMPY_TYPES = {"BF16": np.uint16, "F32": np.float32, "I32": np.int32, "I8": np.int8, "U8": np.uint8}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor as the header names it: dtype one of BF16, F32, I32, I8, U8."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * _ITEM_SIZES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a manifest keeps of a weight file: bytes, sha256 of all of it and of its header alone."""
+
+    size: int
+    sha256: str
+    header_sha256: str
+
+
+class TensorWriter:
+    """Writes tensors in the order of `specs`, one at a time, hashing as it goes.
+
+    Use as a context manager. `close()` (or leaving the block without an error) raises ValueError when a tensor is missing;
+    `record` then tells size and hashes.
+    """
+
+    def __init__(self, path: Path, specs: dict[str, TensorSpec], metadata: dict[str, str] | None = None):
+        header: dict = {"__metadata__": metadata} if metadata else {}
+        offset = 0
+        for name, spec in specs.items():
+            header[name] = {
+                "dtype": spec.dtype,
+                "shape": list(spec.shape),
+                "data_offsets": [offset, offset + spec.nbytes],
+            }
+            offset += spec.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-(len(text) + 8) % ALIGNMENT)
+        self._pending = dict(specs)
+        self._hash = hashlib.sha256()
+        self._size = 0
+        self._file = open(path, "wb")  # noqa: SIM115 (closed by close())
+        self._append(len(text).to_bytes(8, "little") + text)
+        self._header_sha256 = self._hash.hexdigest()
+        self.record: FileRecord | None = None
+
+    def _append(self, data) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        self._size += len(data)
+
+    def write(self, name: str, tensor) -> None:
+        """`tensor`: a torch tensor or numpy array of exactly the declared dtype and shape (BF16: torch, or uint16 bits)."""
+        expected = next(iter(self._pending), None)
+        if name != expected:
+            raise ValueError(f"tensor '{name}' written out of order; next is '{expected}'")
+        spec = self._pending.pop(name)
+        array = _to_numpy(tensor)
+        if array.dtype != _NUMPY_TYPES[spec.dtype] or tuple(array.shape) != spec.shape:
+            raise ValueError(f"tensor '{name}' is {array.dtype} {list(array.shape)}; declared {spec}")
+        if array.nbytes:
+            self._append(memoryview(np.ascontiguousarray(array)).cast("B"))
+
+    def close(self) -> None:
+        self._file.close()
+        if self._pending:
+            raise ValueError(f"tensors never written: {', '.join(self._pending)}")
+        self.record = FileRecord(self._size, self._hash.hexdigest(), self._header_sha256)
+
+    def __enter__(self) -> TensorWriter:
+        return self
+
+    def __exit__(self, kind, value, traceback) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()
+
+
+def _to_numpy(tensor) -> np.ndarray:
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    import torch
+
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, int], dict[str, str], bytes]:
+    """(specs, absolute byte offsets, metadata, raw header bytes) of a safetensors file.
+
+    Raises QuasarError when the file is missing, is not safetensors, or is shorter than its header says.
+    """
+    try:
+        with open(path, "rb") as file:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            size = os.fstat(file.fileno()).st_size
+            if len(prefix) < 8 or length > size - 8:
+                raise QuasarError(f"{path} is truncated: {size} bytes do not hold its header; copy or build it again")
+            text = file.read(length)
+    except OSError as error:
+        raise QuasarError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        header = json.loads(text)
+        metadata = header.pop("__metadata__", {})
+        specs = {name: TensorSpec(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+        offsets = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
+        end = max((8 + length + entry["data_offsets"][1] for entry in header.values()), default=8 + length)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise QuasarError(f"{path} is not a safetensors file: its header cannot be parsed") from None
+    if size < end:
+        raise QuasarError(f"{path} is truncated: {size} bytes, its header promises {end}; copy or build it again")
+    return specs, offsets, metadata, prefix + text
+
+
+def map_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Every tensor of the file as a read-only view of one memory map; BF16 appears as uint16 bits.
+
+    The views keep the map alive. Raises as `read_header`, and for dtypes outside BF16, F32, I32, I8, U8.
+    """
+    specs, offsets, _, _ = read_header(path)
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    tensors = {}
+    for name, spec in specs.items():
+        if spec.dtype not in _NUMPY_TYPES:
+            raise QuasarError(f"{path}: tensor '{name}' has dtype {spec.dtype}; allowed: {', '.join(_NUMPY_TYPES)}")
+        count = int(np.prod(spec.shape, dtype=np.int64))
+        tensors[name] = np.frombuffer(mapped, _NUMPY_TYPES[spec.dtype], count, offsets[name]).reshape(spec.shape)
+    return tensors
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of the whole file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _hash(file)
+
+
+def _hash(file) -> str:  # Python 3.10 has no hashlib.file_digest
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
