@@ -92,6 +92,7 @@ setup(
         "quasar_trt",
         "quasar_trt.engines",
         "quasar_trt.drafters",
+        "quasar_trt.bench",
         "quasar_trt.builders",
         "quasar_trt.plugins",
     ],

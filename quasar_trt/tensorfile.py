@@ -86,7 +86,7 @@ class TensorWriter:
         if name != expected:
             raise ValueError(f"tensor '{name}' written out of order; next is '{expected}'")
         spec = self._pending.pop(name)
-        array = _to_numpy(tensor)
+        array = to_numpy(tensor)
         if array.dtype != _NUMPY_TYPES[spec.dtype] or tuple(array.shape) != spec.shape:
             raise ValueError(f"tensor '{name}' is {array.dtype} {list(array.shape)}; declared {spec}")
         if array.nbytes:
@@ -108,7 +108,8 @@ class TensorWriter:
             self._file.close()
 
 
-def _to_numpy(tensor) -> np.ndarray:
+def to_numpy(tensor) -> np.ndarray:
+    """A torch tensor or numpy array as numpy; bfloat16 becomes uint16 bits."""
     if isinstance(tensor, np.ndarray):
         return tensor
     import torch

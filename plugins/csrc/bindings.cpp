@@ -1,2 +1,179 @@
+// The Python side of the native code: the operations on numpy arrays, and the decoder.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
-PYBIND11_MODULE(_native, m) { m.doc() = "native kernels"; }
+#include <pybind11/stl.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "../../quasar_trt/engines/csrc/decoder.h"
+#include "kernels.h"
+
+namespace py = pybind11;
+using namespace quasar;
+
+namespace {
+
+template <class T>
+using Array = py::array_t<T, py::array::c_style>;
+
+std::vector<std::string> isa_names() {
+  std::vector<std::string> names;
+  for (const Kernels* const* table = runnable_kernels(); *table; ++table) names.emplace_back((*table)->name);
+  return names;
+}
+
+// An empty name means the best.
+const Kernels* kernels_named(const std::string& name) {
+  for (const Kernels* const* table = runnable_kernels(); *table; ++table)
+    if (name.empty() || name == (*table)->name) return *table;
+  throw std::invalid_argument("instruction set '" + name + "' was not compiled in or does not run here");
+}
+
+template <class T>
+const T* pointer(const py::dict& tensors, const std::string& name) {
+  if (!tensors.contains(name)) return nullptr;
+  const auto array = py::cast<py::array>(tensors[name.c_str()]);
+  return static_cast<const T*>(array.data());
+}
+
+Weight weight_named(const py::dict& tensors, const std::string& name, int k) {
+  return {pointer<void>(tensors, name + ".weight"), pointer<float>(tensors, name + ".scale"),
+          pointer<float>(tensors, name + ".bias"), k};
+}
+
+class PyDecoder {
+ public:
+  // `tensors`: packed arrays by name (kept alive here), with "rope.cos" and "rope.sin" [max_seq_len, head / 2] among them.
+  PyDecoder(const py::dict& shape, py::dict tensors, int threads, const std::string& isa) : tensors_(std::move(tensors)) {
+    const auto number = [&](const char* name) { return py::cast<int>(shape[name]); };
+    shape_ = {number("layers"), number("hidden"), number("intermediate"), number("heads"), number("kv_heads"), number("head"),
+              number("vocab"), py::cast<float>(shape["norm_epsilon"]), py::cast<bool>(shape["quantized"]),
+              py::cast<bool>(shape["head_quantized"]), number("max_rows"), number("max_seq_len")};
+    DecoderWeights weights;
+    weights.embedding = pointer<uint16_t>(tensors_, "transformer.vocab_embedding.weight");
+    weights.final_norm = pointer<float>(tensors_, "transformer.ln_f.weight");
+    weights.head = weight_named(tensors_, "lm_head", shape_.hidden);
+    weights.cos = pointer<float>(tensors_, "rope.cos");
+    weights.sin = pointer<float>(tensors_, "rope.sin");
+    for (int i = 0; i < shape_.layers; ++i) {
+      const std::string prefix = "transformer.layers." + std::to_string(i) + ".";
+      weights.layers.push_back({pointer<float>(tensors_, prefix + "input_layernorm.weight"),
+                                pointer<float>(tensors_, prefix + "post_layernorm.weight"),
+                                weight_named(tensors_, prefix + "attention.qkv", shape_.hidden),
+                                weight_named(tensors_, prefix + "attention.dense", shape_.heads * shape_.head),
+                                weight_named(tensors_, prefix + "mlp.fc_gate", shape_.hidden),
+                                weight_named(tensors_, prefix + "mlp.proj", shape_.intermediate),
+                                pointer<float>(tensors_, prefix + "attention.dense.inverse_smoother"),
+                                pointer<float>(tensors_, prefix + "mlp.proj.inverse_smoother")});
+    }
+    decoder_ = std::make_unique<Decoder>(shape_, std::move(weights), threads, kernels_named(isa));
+  }
+
+  // Logits [sum of logit_rows, vocab] float32, a view that the next step overwrites.
+  py::array step(const std::vector<std::tuple<int, int, int>>& parts, const Array<int32_t>& tokens) {
+    std::vector<Part> batch;
+    int rows = 0, logit_rows = 0;
+    for (const auto& [sequence, count, wanted] : parts) {
+      batch.push_back({sequence, count, wanted});
+      rows += count;
+      logit_rows += wanted;
+    }
+    if (rows != tokens.size()) throw std::invalid_argument("the parts' rows do not add up to the tokens given");
+    const float* logits;
+    {
+      py::gil_scoped_release release;
+      logits = decoder_->step(batch, tokens.data());
+    }
+    const auto item = static_cast<py::ssize_t>(sizeof(float));
+    return py::array(py::dtype::of<float>(), {static_cast<py::ssize_t>(logit_rows), static_cast<py::ssize_t>(shape_.vocab)},
+                     {padded(shape_.vocab) * item, item}, logits, py::cast(this));
+  }
+
+  KvCache& cache() { return decoder_->cache(); }
+
+ private:
+  py::dict tensors_;
+  DecoderShape shape_;
+  std::unique_ptr<Decoder> decoder_;
+};
+
+// Operations, one row or matrix at a time; vectors come padded to 16 floats, weights packed.
+
+Array<float> rms_norm(const Array<float>& x, const Array<float>& weight, float eps, int n, const std::string& isa) {
+  Array<float> y({x.shape(0), x.shape(1)});
+  for (py::ssize_t r = 0; r < x.shape(0); ++r) kernels_named(isa)->rms_norm(x.data(r, 0), weight.data(), eps, n, y.mutable_data(r, 0));
+  return y;
+}
+
+Array<float> silu_mul(const Array<float>& gate, const Array<float>& up, const std::string& isa) {
+  Array<float> y({gate.shape(0), gate.shape(1)});
+  for (py::ssize_t r = 0; r < gate.shape(0); ++r)
+    kernels_named(isa)->silu_mul(gate.data(r, 0), up.data(r, 0), static_cast<int>(gate.shape(1)), y.mutable_data(r, 0));
+  return y;
+}
+
+template <class Code>
+py::tuple quantize(const Array<float>& x, const py::object& inverse_smoother, const std::string& isa) {
+  const int n = static_cast<int>(x.shape(1));
+  Array<Code> q({x.shape(0), x.shape(1)});
+  Array<float> scales(x.shape(0));
+  std::vector<float> scratch(static_cast<size_t>(n));
+  const float* smoother = inverse_smoother.is_none() ? nullptr : py::cast<Array<float>>(inverse_smoother).data();
+  const Kernels* kernels = kernels_named(isa);
+  for (py::ssize_t r = 0; r < x.shape(0); ++r) {
+    RowScale scale;
+    if constexpr (sizeof(Code) == 1) scale = kernels->quantize8(x.data(r, 0), smoother, n, scratch.data(), q.mutable_data(r, 0));
+    else scale = kernels->quantize16(x.data(r, 0), smoother, n, scratch.data(), q.mutable_data(r, 0));
+    scales.mutable_at(r) = scale.scale;
+  }
+  return py::make_tuple(q, scales);
+}
+
+// x: [rows, padded k] codes, or floats where `scales` is None; weight: packed. Returns [rows, padded n] float32.
+template <class Input>
+Array<float> linear(const Array<Input>& x, const py::object& scales, const py::array& weight, const py::object& weight_scale,
+                    const py::object& bias, int k, const std::string& isa) {
+  const auto vector = [](const py::object& o) { return o.is_none() ? nullptr : py::cast<Array<float>>(o).data(); };
+  const Kernels* kernels = kernels_named(isa);
+  const int rows = static_cast<int>(x.shape(0)), stride = static_cast<int>(x.shape(1)), blocks = static_cast<int>(weight.shape(0));
+  const Weight packed{weight.data(), vector(weight_scale), vector(bias), k};
+  Array<float> y({static_cast<py::ssize_t>(rows), static_cast<py::ssize_t>(blocks) * kBlock});
+  const Output out{y.mutable_data(), blocks * kBlock, Epilogue::kStore};
+  if constexpr (std::is_same_v<Input, float>) {
+    kernels->linear_bf16(packed, x.data(), stride, rows, 0, blocks, out);
+  } else {
+    std::vector<RowScale> row_scales;
+    for (int r = 0; r < rows; ++r) {
+      int32_t sum = 0;
+      for (int i = 0; i < k; ++i) sum += x.at(r, i);
+      row_scales.push_back({vector(scales)[r], sum});
+    }
+    if constexpr (sizeof(Input) == 1) kernels->linear_w8a8(packed, x.data(), stride, row_scales.data(), rows, 0, blocks, out);
+    else kernels->linear_w8a16(packed, x.data(), stride, row_scales.data(), rows, 0, blocks, out);
+  }
+  return y;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+  m.doc() = "Native kernels and the native decoder; use quasar_trt.plugins.native and quasar_trt.engines.cpu.";
+  m.def("isa_names", &isa_names);
+  m.def("rms_norm", &rms_norm);
+  m.def("silu_mul", &silu_mul);
+  m.def("quantize8", &quantize<int8_t>);
+  m.def("quantize16", &quantize<int16_t>);
+  m.def("linear_w8a8", &linear<int8_t>);
+  m.def("linear_w8a16", &linear<int16_t>);
+  m.def("linear_bf16", &linear<float>);
+  py::class_<PyDecoder>(m, "Decoder")
+      .def(py::init<const py::dict&, py::dict, int, const std::string&>())
+      .def("step", &PyDecoder::step)
+      .def("open", [](PyDecoder& d) { return d.cache().open(); })
+      .def("fork", [](PyDecoder& d, int sequence) { return d.cache().fork(sequence); })
+      .def("close", [](PyDecoder& d, int sequence) { d.cache().close(sequence); })
+      .def("length", [](PyDecoder& d, int sequence) { return d.cache().length(sequence); })
+      .def("truncate", [](PyDecoder& d, int sequence, int length) { d.cache().truncate(sequence, length); })
+      .def_property_readonly("cache_bytes", [](PyDecoder& d) { return d.cache().bytes(); });
+}

@@ -1,0 +1,91 @@
+// The operations every instruction set implements, as one table of functions.
+//
+// Row invariance: a row's results depend on that row alone. Integer sums are exact in any order; float sums run over k in one
+// fixed order (even and odd k apart, then added) in every kernel, for every number of rows, on every instruction set. Work is
+// split over rows or output blocks, never over k.
+#pragma once
+#include <cstdint>
+
+namespace quasar {
+
+constexpr int kBlock = 16;  // output channels per packed block, positions per key block, floats per vector
+
+inline int padded(int size, int multiple = kBlock) { return (size + multiple - 1) / multiple * multiple; }
+
+// What quantizing a row leaves besides its codes: the scale, and the sum of the codes (for kernels that shift weights to unsigned).
+struct RowScale {
+  float scale;
+  int32_t sum;
+};
+
+enum class Epilogue { kStore, kAdd, kSiluMul };
+
+// Where a linear's rows go: y[row * stride + n]. kAdd adds to what is there; kSiluMul expects blocks that alternate (gate, up)
+// and writes silu(gate) * up, so its n counts pairs of blocks.
+struct Output {
+  float* y;
+  int stride;
+  Epilogue epilogue;
+};
+
+// A packed weight, layout as in quasar_trt/engines/cpu_layout.py. scale and bias may be null.
+struct Weight {
+  const void* data;
+  const float* scale;
+  const float* bias;
+  int k;
+};
+
+// q vectors that share one key/value head of one sequence: rows of `q` and `out` are padded(head) floats apart from the next.
+struct AttentionQuery {
+  const float* q;  // already scaled by 1 / sqrt(head size)
+  float* out;
+  int length;  // positions 0 .. length - 1 are visible
+};
+
+// A page of one layer and key/value head: keys [page / 16][head][16], values [page][padded(head)], bfloat16 bits.
+constexpr int kPage = 64;
+
+struct Kernels {
+  const char* name;
+  // y = x / rms(x) * weight; all [n], padded entries are zero.
+  void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* y);
+  // y = silu(gate) * up, as the kSiluMul epilogue computes it.
+  void (*silu_mul)(const float* gate, const float* up, int n, float* y);
+  // q = round_half_even(x / scale), scale = max|x| / 127 (or 32767), 1 for an all-zero row; NaN anywhere makes the scale NaN.
+  // inverse_smoother may be null; x is [n], q is written up to padded(n).
+  RowScale (*quantize8)(const float* x, const float* inverse_smoother, int n, float* scratch, int8_t* q);
+  RowScale (*quantize16)(const float* x, const float* inverse_smoother, int n, float* scratch, int16_t* q);
+  // Linears over blocks [begin, end) of the weight and all `rows`; x rows are `stride` elements apart.
+  void (*linear_w8a8)(const Weight&, const int8_t* x, int stride, const RowScale*, int rows, int begin, int end, Output);
+  void (*linear_w8a16)(const Weight&, const int16_t* x, int stride, const RowScale*, int rows, int begin, int end, Output);
+  void (*linear_bf16)(const Weight&, const float* x, int stride, int rows, int begin, int end, Output);
+  // Softmax attention of up to kMaxQueries queries over one key/value head. pages[i] holds positions i * kPage ...;
+  // scratch: kMaxQueries * padded(longest length) floats.
+  void (*attention)(const AttentionQuery* queries, int count, const uint16_t* const* keys, const uint16_t* const* values,
+                    int head, float* scratch);
+};
+
+constexpr int kMaxQueries = 4;
+
+const Kernels* portable_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avxvnni_kernels();
+const Kernels* avx512_kernels();
+
+// Tables that were compiled in and that this processor can run, best first; ends with null.
+const Kernels* const* runnable_kernels();
+
+inline float bf16_to_float(uint16_t bits) {
+  union { uint32_t u; float f; } value = {static_cast<uint32_t>(bits) << 16};
+  return value.f;
+}
+
+// Round to nearest, ties to even; NaN stays NaN.
+inline uint16_t float_to_bf16(float x) {
+  union { float f; uint32_t u; } value = {x};
+  if ((value.u & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((value.u >> 16) | 0x40u);
+  return static_cast<uint16_t>((value.u + 0x7fffu + ((value.u >> 16) & 1u)) >> 16);
+}
+
+}  // namespace quasar

@@ -1,0 +1,332 @@
+// The kernels, written once over sixteen lanes. Included by one file per instruction set, after its simd header; everything is
+// in an unnamed namespace (and no inline function of the standard library is used), so no code compiled for one instruction
+// set can be linked in place of another's.
+#pragma once
+#include "kernels.h"
+
+namespace {
+
+using namespace quasar;
+
+constexpr int kPrefetchBytes = 4096;  // how far ahead of the sequential weight stream
+
+// e^x. Range reduction x = n ln 2 + r, |r| <= ln 2 / 2, then the Taylor polynomial of degree 7 (relative error below 2e-7).
+inline F exp(F x) {
+  x = max(min(x, set1(88.0f)), set1(-87.0f));
+  const I n = to_int(mul(x, set1(1.44269504f)));
+  const F nf = to_float(n);
+  F r = fma(nf, set1(-0.693359375f), x);
+  r = fma(nf, set1(2.12194440e-4f), r);
+  F y = set1(1.0f / 5040);
+  const float coefficients[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+  for (float c : coefficients) y = fma(y, r, set1(c));
+  return mul(y, power_of_two(n));
+}
+
+inline F silu(F x) { return div(x, add(set1(1.0f), exp(sub(set1(0.0f), x)))); }
+
+void silu_mul(const float* gate, const float* up, int n, float* y) {
+  for (int i = 0; i < padded(n); i += 16) store(y + i, mul(silu(load(gate + i)), load(up + i)));
+}
+
+inline float reduce_max_bits(I a) {
+  int32_t lanes[16];
+  store(lanes, a);
+  int32_t best = 0;
+  for (int i = 0; i < 16; ++i) best = lanes[i] > best ? lanes[i] : best;
+  float value;
+  std::memcpy(&value, &best, 4);
+  return value;
+}
+
+void rms_norm(const float* x, const float* weight, float eps, int n, float* y) {
+  const int end = padded(n);
+  F squares = set1(0.0f);
+  for (int i = 0; i < end; i += 16) { const F v = load(x + i); squares = fma(v, v, squares); }
+  const float inverse = 1.0f / __builtin_sqrtf(reduce_add(squares) / static_cast<float>(n) + eps);
+  for (int i = 0; i < end; i += 16) store(y + i, mul(mul(load(x + i), set1(inverse)), load(weight + i)));
+}
+
+// The absolute maximum is taken over bit patterns as integers: there NaN is larger than every number, so it is not lost.
+template <class Code>
+RowScale quantize(const float* x, const float* inverse_smoother, int n, float* scratch, Code* q) {
+  const int end = padded(n);
+  I largest = set1(int32_t{0});
+  if (inverse_smoother) {
+    for (int i = 0; i < end; i += 16) {
+      const F y = mul(load(x + i), load(inverse_smoother + i));
+      store(scratch + i, y);
+      largest = max(largest, abs_bits(y));
+    }
+    x = scratch;
+  } else {
+    for (int i = 0; i < end; i += 16) largest = max(largest, abs_bits(load(x + i)));
+  }
+  const float absmax = reduce_max_bits(largest);
+  const float scale = absmax == 0.0f ? 1.0f : absmax / (sizeof(Code) == 1 ? 127.0f : 32767.0f);
+  I sum = set1(int32_t{0});
+  for (int i = 0; i < end; i += 16) {
+    const I codes = to_int(div(load(x + i), set1(scale)));  // |x| <= absmax, so no clipping is needed
+    store(q + i, codes);
+    sum = add(sum, codes);
+  }
+  int32_t lanes[16], total = 0;
+  store(lanes, sum);
+  for (int i = 0; i < 16; ++i) total += lanes[i];
+  return {scale, total};
+}
+
+RowScale quantize8(const float* x, const float* s, int n, float* scratch, int8_t* q) { return quantize(x, s, n, scratch, q); }
+RowScale quantize16(const float* x, const float* s, int n, float* scratch, int16_t* q) { return quantize(x, s, n, scratch, q); }
+
+// A tile: R rows against one block of 16 output channels.
+
+struct TileW8A8 {
+  static constexpr int kMaxRows = kTileW8A8;
+  const Weight& weight;
+  const int8_t* x;
+  int stride;
+  const RowScale* rows;
+
+  template <int R>
+  void run(int block, int row, F* y) const {
+    // Few rows alone would wait for the latency of their sums: they keep several, which integers may do.
+    constexpr int U = R == 1 ? 4 : R <= 3 ? 2 : 1;
+    const int groups = (weight.k + 3) / 4;
+    const int8_t* w = static_cast<const int8_t*>(weight.data) + static_cast<int64_t>(block) * groups * 64;
+    const int8_t* xr[R];
+    I acc[R][U];
+    for (int r = 0; r < R; ++r) {
+      xr[r] = x + static_cast<int64_t>(row + r) * stride;
+      for (int u = 0; u < U; ++u) acc[r][u] = u ? set1(int32_t{0}) : dot4_start(rows[row + r].sum);
+    }
+    int g = 0;
+    for (; g + U <= groups; g += U)
+      for (int u = 0; u < U; ++u) {
+        prefetch(w + (g + u) * 64 + kPrefetchBytes);
+        const W8 wv = load_w8(w + (g + u) * 64);
+        for (int r = 0; r < R; ++r) acc[r][u] = dot4(acc[r][u], wv, xr[r] + (g + u) * 4);
+      }
+    for (; g < groups; ++g) {
+      const W8 wv = load_w8(w + g * 64);
+      for (int r = 0; r < R; ++r) acc[r][0] = dot4(acc[r][0], wv, xr[r] + g * 4);
+    }
+    const F scale = load(weight.scale + block * 16);
+    for (int r = 0; r < R; ++r) {
+      I total = acc[r][0];
+      for (int u = 1; u < U; ++u) total = add(total, acc[r][u]);
+      y[r] = mul(mul(to_float(total), set1(rows[row + r].scale)), scale);
+    }
+  }
+};
+
+struct TileW8A16 {
+  static constexpr int kMaxRows = kTileW8A16;
+  static constexpr int kFlushGroups = 128;  // 512 products of 127 * 32767 fit in an int32 (516 do); then the sum moves to double
+  const Weight& weight;
+  const int16_t* x;
+  int stride;
+  const RowScale* rows;
+
+  template <int R>
+  void run(int block, int row, F* y) const {
+    const int groups = (weight.k + 3) / 4;
+    const int8_t* w = static_cast<const int8_t*>(weight.data) + static_cast<int64_t>(block) * groups * 64;
+    const int16_t* xr[R];
+    double total[R][16] = {};
+    for (int r = 0; r < R; ++r) xr[r] = x + static_cast<int64_t>(row + r) * stride;
+    for (int begin = 0; begin < groups; begin += kFlushGroups) {
+      const int end = begin + kFlushGroups < groups ? begin + kFlushGroups : groups;
+      A16 acc[R];
+      for (int r = 0; r < R; ++r) acc[r] = zero_a16();
+      for (int g = begin; g < end; ++g) {
+        prefetch(w + g * 64 + kPrefetchBytes);
+        const W16 wv = load_w16(w + g * 64);
+        for (int r = 0; r < R; ++r) acc[r] = dot4(acc[r], wv, xr[r] + g * 4);
+      }
+      for (int r = 0; r < R; ++r) {
+        int32_t pairs[32];
+        store(pairs, acc[r]);
+        for (int i = 0; i < 16; ++i) total[r][i] += static_cast<double>(pairs[2 * i] + pairs[2 * i + 1]);
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      float lanes[16];
+      for (int i = 0; i < 16; ++i) lanes[i] = static_cast<float>(total[r][i]);
+      y[r] = mul(mul(load(lanes), set1(rows[row + r].scale)), load(weight.scale + block * 16));
+    }
+  }
+};
+
+struct TileBf16 {
+  static constexpr int kMaxRows = kTileBf16;
+  const Weight& weight;
+  const float* x;
+  int stride;
+
+  template <int R>
+  void run(int block, int row, F* y) const {
+    const int pairs = (weight.k + 1) / 2;
+    const uint16_t* w = static_cast<const uint16_t*>(weight.data) + static_cast<int64_t>(block) * pairs * 32;
+    const float* xr[R];
+    F even[R], odd[R];
+    for (int r = 0; r < R; ++r) {
+      xr[r] = x + static_cast<int64_t>(row + r) * stride;
+      even[r] = odd[r] = set1(0.0f);
+    }
+    for (int p = 0; p < pairs; ++p) {
+      prefetch(w + p * 32 + kPrefetchBytes / 2);
+      F w_even, w_odd;
+      load_bf16_pairs(w + p * 32, w_even, w_odd);
+      for (int r = 0; r < R; ++r) {
+        even[r] = fma(set1(xr[r][2 * p]), w_even, even[r]);
+        odd[r] = fma(set1(xr[r][2 * p + 1]), w_odd, odd[r]);
+      }
+    }
+    for (int r = 0; r < R; ++r) y[r] = add(even[r], odd[r]);
+  }
+};
+
+template <int R, class Tile>
+void tile(const Tile& t, int block, int row, F* y) {
+  t.template run<R>(block, row, y);
+  if (t.weight.bias)
+    for (int r = 0; r < R; ++r) y[r] = add(y[r], load(t.weight.bias + block * 16));
+}
+
+template <int R, class Tile>
+void finish(const Tile& t, int block, int row, const Output& out) {
+  F y[R];
+  float* to = out.y + static_cast<int64_t>(row) * out.stride + block * 16;
+  if (out.epilogue == Epilogue::kSiluMul) {
+    F gate[R];
+    tile<R>(t, 2 * block, row, gate);
+    tile<R>(t, 2 * block + 1, row, y);
+    for (int r = 0; r < R; ++r) y[r] = mul(silu(gate[r]), y[r]);
+  } else {
+    tile<R>(t, block, row, y);
+    if (out.epilogue == Epilogue::kAdd)
+      for (int r = 0; r < R; ++r) y[r] = add(load(to + static_cast<int64_t>(r) * out.stride), y[r]);
+  }
+  for (int r = 0; r < R; ++r) store(to + static_cast<int64_t>(r) * out.stride, y[r]);
+}
+
+// The last `rows` (< kMaxRows) rows of a block.
+template <int R, class Tile>
+void finish_rest(const Tile& t, int block, int row, int rows, const Output& out) {
+  if constexpr (R > 0) {
+    if (rows == R) finish<R>(t, block, row, out);
+    else finish_rest<R - 1>(t, block, row, rows, out);
+  }
+}
+
+template <class Tile>
+void linear(const Tile& t, int rows, int begin, int end, const Output& out) {
+  for (int block = begin; block < end; ++block) {
+    int row = 0;
+    for (; row + Tile::kMaxRows <= rows; row += Tile::kMaxRows) finish<Tile::kMaxRows>(t, block, row, out);
+    finish_rest<Tile::kMaxRows - 1>(t, block, row, rows - row, out);
+  }
+}
+
+void linear_w8a8(const Weight& w, const int8_t* x, int stride, const RowScale* scales, int rows, int begin, int end, Output out) {
+  linear(TileW8A8{w, x, stride, scales}, rows, begin, end, out);
+}
+void linear_w8a16(const Weight& w, const int16_t* x, int stride, const RowScale* scales, int rows, int begin, int end, Output out) {
+  linear(TileW8A16{w, x, stride, scales}, rows, begin, end, out);
+}
+void linear_bf16(const Weight& w, const float* x, int stride, int rows, int begin, int end, Output out) {
+  linear(TileBf16{w, x, stride}, rows, begin, end, out);
+}
+
+// Scores of G queries against 16 keys: sums over the head run over even and odd channels apart, like the BF16 linear.
+template <int G>
+void score_block(const AttentionQuery* queries, const uint16_t* keys, int head, int stride, float* scores) {
+  F even[G], odd[G];
+  for (int g = 0; g < G; ++g) even[g] = odd[g] = set1(0.0f);
+  for (int d = 0; d < head; d += 2) {
+    const F k0 = load_bf16(keys + d * 16), k1 = load_bf16(keys + (d + 1) * 16);
+    for (int g = 0; g < G; ++g) {
+      even[g] = fma(set1(queries[g].q[d]), k0, even[g]);
+      odd[g] = fma(set1(queries[g].q[d + 1]), k1, odd[g]);
+    }
+  }
+  for (int g = 0; g < G; ++g) store(scores + g * stride, add(even[g], odd[g]));
+}
+
+// In place: scores -> exp(score - max), zero beyond `length`. Returns the sum.
+float softmax_numerators(float* scores, int length) {
+  const int end = padded(length);
+  for (int j = length; j < end; ++j) scores[j] = -__builtin_inff();
+  F top = set1(-__builtin_inff());
+  for (int j = 0; j < end; j += 16) top = max(load(scores + j), top);
+  float lanes[16];
+  store(lanes, top);
+  float largest = lanes[0];
+  for (int i = 1; i < 16; ++i) largest = lanes[i] > largest ? lanes[i] : largest;
+  for (int j = 0; j < end; j += 16) store(scores + j, exp(sub(load(scores + j), set1(largest))));
+  for (int j = length; j < end; ++j) scores[j] = 0.0f;
+  F sum = set1(0.0f);
+  for (int j = 0; j < end; j += 16) sum = add(sum, load(scores + j));
+  return reduce_add(sum);
+}
+
+// out[d .. d + 32) += sum over positions [from, to) of p[position] * value[position], positions in order.
+template <int G>
+void weigh_values(const float* const* p, const uint16_t* const* values, int from, int to, int d, int width, F (*acc)[2]) {
+  const bool both = d + 16 < width;
+  for (int j = from; j < to; ++j) {
+    const uint16_t* v = values[j / kPage] + (j % kPage) * width + d;
+    const F v0 = load_bf16(v), v1 = both ? load_bf16(v + 16) : set1(0.0f);
+    for (int g = 0; g < G; ++g) {
+      const F weight = set1(p[g][j]);
+      acc[g][0] = fma(weight, v0, acc[g][0]);
+      acc[g][1] = fma(weight, v1, acc[g][1]);
+    }
+  }
+}
+
+template <int G>
+void attend(const AttentionQuery* queries, const uint16_t* const* keys, const uint16_t* const* values, int head, float* scratch) {
+  int longest = 0, common = queries[0].length;
+  for (int g = 0; g < G; ++g) {
+    longest = queries[g].length > longest ? queries[g].length : longest;
+    common = queries[g].length < common ? queries[g].length : common;
+  }
+  const int stride = padded(longest), width = padded(head);
+  const float* p[G];
+  float sums[G];
+  for (int j = 0; j < longest; j += 16)
+    score_block<G>(queries, keys[j / kPage] + (j % kPage) * head, head, stride, scratch + j);
+  for (int g = 0; g < G; ++g) {
+    p[g] = scratch + g * stride;
+    sums[g] = softmax_numerators(scratch + g * stride, queries[g].length);
+  }
+  for (int d = 0; d < width; d += 32) {
+    F acc[G][2];
+    for (int g = 0; g < G; ++g) acc[g][0] = acc[g][1] = set1(0.0f);
+    weigh_values<G>(p, values, 0, common, d, width, acc);
+    for (int g = 0; g < G; ++g) {  // what only some queries see is read for those alone
+      weigh_values<1>(p + g, values, common, queries[g].length, d, width, acc + g);
+      const F inverse = set1(1.0f / sums[g]);
+      store(queries[g].out + d, mul(acc[g][0], inverse));
+      if (d + 16 < width) store(queries[g].out + d + 16, mul(acc[g][1], inverse));
+    }
+  }
+}
+
+void attention(const AttentionQuery* queries, int count, const uint16_t* const* keys, const uint16_t* const* values, int head,
+               float* scratch) {
+  switch (count) {
+    case 1: return attend<1>(queries, keys, values, head, scratch);
+    case 2: return attend<2>(queries, keys, values, head, scratch);
+    case 3: return attend<3>(queries, keys, values, head, scratch);
+    case 4: return attend<4>(queries, keys, values, head, scratch);
+  }
+}
+
+constexpr Kernels table(const char* name) {
+  return {name, rms_norm, silu_mul, quantize8, quantize16, linear_w8a8, linear_w8a16, linear_bf16, attention};
+}
+
+}  // namespace

@@ -1,0 +1,83 @@
+"""The native operations on numpy arrays, with the signatures of `quasar_trt.plugins.reference`.
+
+The engine calls the same kernels from its own native step; these wrappers exist so that one table of tests can hold them to
+the reference, and for use outside an engine. `isa` names an instruction set of `isa_names()`; "" is the best one here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quasar_trt.plugins.packing import pack_vector, pack_weight, padded
+
+try:
+    from quasar_trt.plugins import _native
+except ImportError as error:
+    _native = None
+    UNAVAILABLE: str | None = f"the native extension was not built ({error}); install a C++ compiler and install again"
+else:
+    UNAVAILABLE = None
+
+
+def isa_names() -> list[str]:
+    """Instruction sets compiled in and runnable on this processor, best first; empty without the native extension."""
+    return _native.isa_names() if _native else []
+
+
+def decoder(shape: dict, tensors: dict[str, np.ndarray], threads: int, isa: str):
+    """The native decoder that `quasar_trt.engines.cpu` drives, over packed tensors that it keeps alive."""
+    return _native.Decoder(shape, tensors, threads, isa)
+
+
+def _rows(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(np.pad(x, ((0, 0), (0, padded(x.shape[1]) - x.shape[1]))))
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, isa: str = "") -> np.ndarray:
+    """x [rows, n] float32, weight [n] float32 -> [rows, n] float32."""
+    n = x.shape[1]
+    return _native.rms_norm(_rows(x), pack_vector(weight), eps, n, isa)[:, :n]
+
+
+def smooth_quantize(x: np.ndarray, inv_smoother: np.ndarray | None, isa: str = "") -> tuple[np.ndarray, np.ndarray]:
+    """x [rows, k] float32 -> (codes int8 [rows, k], scale float32 [rows])."""
+    q, scale = _native.quantize8(_rows(x), None if inv_smoother is None else pack_vector(inv_smoother), isa)
+    return q[:, : x.shape[1]], scale
+
+
+def rms_norm_quantize(x: np.ndarray, weight: np.ndarray, eps: float, isa: str = "") -> tuple[np.ndarray, np.ndarray]:
+    """RMSNorm whose weight carries the smoother, then quantization per row."""
+    return smooth_quantize(rms_norm(x, weight, eps, isa), None, isa)
+
+
+def silu_mul_smooth_quantize(
+    gate: np.ndarray, up: np.ndarray, inv_smoother: np.ndarray, isa: str = ""
+) -> tuple[np.ndarray, np.ndarray]:
+    """gate, up [rows, k] float32 -> codes and scale of silu(gate) * up * inv_smoother."""
+    return smooth_quantize(_native.silu_mul(_rows(gate), _rows(up), isa)[:, : gate.shape[1]], inv_smoother, isa)
+
+
+def quantize_16(x: np.ndarray, isa: str = "") -> tuple[np.ndarray, np.ndarray]:
+    """x [rows, k] float32 -> (codes int16 [rows, k], scale float32 [rows])."""
+    q, scale = _native.quantize16(_rows(x), None, isa)
+    return q[:, : x.shape[1]], scale
+
+
+def _linear(kernel, x, scale, weight, weight_scale, bias, isa) -> np.ndarray:
+    vectors = [None if v is None else pack_vector(v) for v in (weight_scale, bias)]
+    return kernel(_rows(x), scale, pack_weight(weight), *vectors, x.shape[1], isa)[:, : weight.shape[0]]
+
+
+def w8a8_linear(q, scale, weight, weight_scale, bias=None, isa: str = "") -> np.ndarray:
+    """q int8 [rows, k], scale f32 [rows], weight int8 [n, k], weight_scale and bias f32 [n] -> float32 [rows, n]."""
+    return _linear(_native.linear_w8a8, q, scale, weight, weight_scale, bias, isa)
+
+
+def w8a16_linear(q, scale, weight, weight_scale, bias=None, isa: str = "") -> np.ndarray:
+    """As `w8a8_linear` with q int16; the sum is exact."""
+    return _linear(_native.linear_w8a16, q, scale, weight, weight_scale, bias, isa)
+
+
+def bf16_linear(x: np.ndarray, weight: np.ndarray, bias=None, isa: str = "") -> np.ndarray:
+    """x float32 [rows, k], weight uint16 bits of bfloat16 [n, k] -> float32 [rows, n]."""
+    return _linear(_native.linear_bf16, x, None, weight, None, bias, isa)

@@ -1,0 +1,81 @@
+"""The quantized operations in plain torch: the contract that every kernel is held to.
+
+All arithmetic is float32 around exact integer sums. Scales are per row (per token), never shared between rows: a rejected
+draft row must not change an accepted one. An all-zero row has the scale 1.0, rounding is half to even, and codes are
+symmetric (-128 never appears).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# float32 adds integers exactly below 2^24, and 1024 * 127 * 127 is less: one block of columns at a time is exact.
+_EXACT_COLUMNS = 1024
+
+
+def _quantize(y: Tensor, limit: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    y = y.float()
+    largest = y.abs().amax(dim=-1)
+    scale = torch.where(largest > 0, largest / limit, torch.ones_like(largest))
+    codes = torch.round(y / scale[:, None]).clamp(-limit, limit)
+    return codes.to(dtype), scale
+
+
+def quantize_8(y: Tensor) -> tuple[Tensor, Tensor]:
+    """y [rows, k] -> (q int8 [rows, k], scale float32 [rows]) with scale = max|y| / 127, q = round(y / scale)."""
+    return _quantize(y, 127, torch.int8)
+
+
+def quantize_16(y: Tensor) -> tuple[Tensor, Tensor]:
+    """y [rows, k] -> (q int16 [rows, k], scale float32 [rows]) with scale = max|y| / 32767, q = round(y / scale)."""
+    return _quantize(y, 32767, torch.int16)
+
+
+def smooth_quantize(x: Tensor, inv_smoother: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_8` of x * inv_smoother. x [rows, k] bfloat16 or float32, inv_smoother [k] float32."""
+    return quantize_8(x.float() * inv_smoother)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, float32 [rows, k] (RMSNorm, arXiv 1910.07467). x [rows, k], weight [k]."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight.float()
+
+
+def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`quantize_8` of `rms_norm`; the weight already carries the smoother."""
+    return quantize_8(rms_norm(x, weight, eps))
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, float32 [rows, k], with silu(g) = g / (1 + exp(-g))."""
+    return functional.silu(gate.float()) * up.float()
+
+
+def silu_mul_smooth_quantize(gate: Tensor, up: Tensor, inv_smoother: Tensor) -> tuple[Tensor, Tensor]:
+    """`smooth_quantize` of `silu_mul`. gate and up [rows, k], inv_smoother [k] float32."""
+    return smooth_quantize(silu_mul(gate, up), inv_smoother)
+
+
+def _rescale(total: Tensor, scale: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    y = total.float() * scale[:, None] * weight_scale
+    return y if bias is None else y + bias.float()
+
+
+def w8a8_linear(q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y[r, n] = (sum_k q[r, k] * weight[n, k]) * scale[r] * weight_scale[n] (+ bias[n]), the sum exact.
+
+    q int8 [rows, k], scale float32 [rows], weight int8 [n, k], weight_scale float32 [n], bias [n]; y float32 [rows, n].
+    """
+    total = torch.zeros(len(q), len(weight), dtype=torch.int32, device=q.device)
+    for start in range(0, q.shape[1], _EXACT_COLUMNS):
+        columns = slice(start, start + _EXACT_COLUMNS)
+        total += (q[:, columns].float() @ weight[:, columns].float().T).int()
+    return _rescale(total, scale, weight_scale, bias)
+
+
+def w8a16_linear(q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `w8a8_linear` with q int16: int32 would overflow, float64 keeps these sums exact."""
+    return _rescale(q.double() @ weight.double().T, scale, weight_scale, bias)

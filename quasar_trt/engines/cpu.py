@@ -1,0 +1,142 @@
+"""The native CPU engine: runs a decoder pass from the packed, memory-mapped `rank0.engine` in one native call.
+
+Values are rounded to BF16 in two places only: the weights (as built) and the keys and values in the cache. Logits are
+float32. Row invariance holds bit for bit: a row's logits do not depend on the rows, sequences, threads or prefill chunks
+that share its pass.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from quasar_trt.checkpoint import check_tensors
+from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep
+from quasar_trt.engines.cpu_layout import LAYOUT_VERSION, packed_spec
+from quasar_trt.errors import QuasarError, unknown
+from quasar_trt.model_config import ModelConfig
+from quasar_trt.plugins import native
+from quasar_trt.recipe import Recipe
+from quasar_trt.rope import rope_tables
+from quasar_trt.tensorfile import map_tensors, read_header
+
+MAX_ROWS = 256
+
+
+def available_threads() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class CpuEngine(Engine):
+    """See `Engine`. Tokens and logits only; one instance serves one thread of callers at a time."""
+
+    def __init__(
+        self, path: Path, *, max_seq_len: int, threads: int | None = None, isa: str = "", max_rows: int = MAX_ROWS
+    ):
+        """Maps `path`, a `rank0.engine`.
+
+        threads: native threads, default all cores of the process. isa: one of `native.isa_names()`, "" for the best here.
+        Raises QuasarError for a file of another layout or a machine without the native extension.
+        """
+        if native.UNAVAILABLE:
+            raise QuasarError(f"engine 'cpu' cannot run: {native.UNAVAILABLE}")
+        if isa and isa not in native.isa_names():
+            raise unknown("instruction set", isa, native.isa_names())
+        threads = available_threads() if threads is None else threads
+        if threads < 1:
+            raise QuasarError(f"threads is {threads}; allowed: 1 or more")
+        self.config, self.recipe = _read_description(path)
+        self.max_seq_len = max_seq_len
+        self.threads = threads
+        self.isa = isa or native.isa_names()[0]
+        self.capabilities = Capabilities(
+            max_rows=max_rows, accepts_inside=False, tree=False, hidden_states=False, fork=True, exact=True
+        )
+        tensors = map_tensors(path)
+        self.weight_bytes_per_step = sum(
+            tensor.nbytes for name, tensor in tensors.items() if name.endswith(".weight") and tensor.ndim == 4
+        )
+        tensors["rope.cos"], tensors["rope.sin"] = map(np.ascontiguousarray, rope_tables(self.config, max_seq_len))
+        shape = {
+            "layers": self.config.num_hidden_layers,
+            "hidden": self.config.hidden_size,
+            "intermediate": self.config.intermediate_size,
+            "heads": self.config.num_attention_heads,
+            "kv_heads": self.config.num_key_value_heads,
+            "head": self.config.head_size,
+            "vocab": self.config.vocab_size,
+            "norm_epsilon": self.config.norm_epsilon,
+            "quantized": self.recipe.quantized,
+            "head_quantized": self.recipe.quantize_lm_head,
+            "max_rows": max_rows,
+            "max_seq_len": max_seq_len,
+        }
+        self._decoder = native.decoder(shape, tensors, threads, self.isa)
+
+    def open(self) -> int:
+        return self._decoder.open()
+
+    def fork(self, sequence: int) -> int:
+        return self._decoder.fork(sequence)
+
+    def close(self, sequence: int) -> None:
+        self._decoder.close(sequence)
+
+    def length(self, sequence: int) -> int:
+        return self._decoder.length(sequence)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        self._decoder.truncate(sequence, length)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values held by all sequences, shared pages counted once."""
+        return self._decoder.cache_bytes
+
+    def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
+        parts, tokens = [], []
+        for entry in batch:
+            draft = entry.draft
+            if draft.parents is not None and any(parent != i - 1 for i, parent in enumerate(draft.parents)):
+                raise ValueError("the cpu engine verifies chains; this draft branches")
+            if not entry.tokens:
+                raise ValueError(f"sequence {entry.sequence} brings no committed token")
+            parts.append(
+                (entry.sequence, len(entry.tokens) + len(draft.ids), 1 + len(draft.ids) if entry.needs_logits else 0)
+            )
+            tokens += entry.tokens
+            tokens += draft.ids
+        if len({sequence for sequence, _, _ in parts}) != len(parts):
+            raise ValueError("a sequence appears twice in one pass")
+        logits = self._decoder.step(parts, np.array(tokens, np.int32))
+        results: list[Acceptance | None] = []
+        row = 0
+        for index, (sequence, _, wanted) in enumerate(parts):
+            if not wanted:
+                results.append(None)
+                continue
+            verdict = accept(index, logits[row : row + wanted])
+            row += wanted
+            rejected = wanted - 1 - verdict.num_accepted_tokens
+            if rejected:
+                self.truncate(sequence, self.length(sequence) - rejected)
+            results.append(verdict)
+        return results
+
+
+def _read_description(path: Path) -> tuple[ModelConfig, Recipe]:
+    """Model and recipe from the file's metadata, once its layout and tensor table are those this version reads."""
+    specs, _, metadata, _ = read_header(path)
+    if metadata.get("layout_version") != LAYOUT_VERSION:
+        raise QuasarError(
+            f"{path} has packed layout {metadata.get('layout_version')}, this version reads {LAYOUT_VERSION}; build the engine again"
+        )
+    config = ModelConfig.from_dict(json.loads(metadata["model"]))
+    recipe = Recipe.from_dict(json.loads(metadata["recipe"]))
+    check_tensors(specs, packed_spec(config, recipe), str(path))
+    return config, recipe

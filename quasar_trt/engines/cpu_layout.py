@@ -1,0 +1,54 @@
+"""The packed weight file of the CPU target, `rank0.engine`: which tensors it holds and how each is laid out.
+
+Weights are packed as `quasar_trt.plugins.packing` says. Gate and up projection are one linear, `mlp.fc_gate`, whose blocks alternate (fc, gate, fc,
+gate, ...): whoever computes a block of the gate has the matching block of the up projection at hand for silu(gate) * up.
+"""
+
+from __future__ import annotations
+
+from quasar_trt.checkpoint import LAYER_PREFIX
+from quasar_trt.model_config import ModelConfig
+from quasar_trt.plugins.packing import packed_shape, padded
+from quasar_trt.recipe import Recipe
+from quasar_trt.tensorfile import TensorSpec
+
+LAYOUT_VERSION = "1"
+EMBEDDING = "transformer.vocab_embedding.weight"
+
+
+def layer_linears(config: ModelConfig) -> list[tuple[str, int, int, bool, bool]]:
+    """(name, n, k, has bias, has explicit smoother) of each packed linear of a layer."""
+    return [
+        ("attention.qkv", config.qkv_size, config.hidden_size, config.qkv_bias, False),
+        ("attention.dense", config.hidden_size, config.attention_size, config.dense_bias, True),
+        ("mlp.fc_gate", 2 * padded(config.intermediate_size), config.hidden_size, config.mlp_bias, False),
+        ("mlp.proj", config.hidden_size, config.intermediate_size, config.mlp_bias, True),
+    ]
+
+
+def packed_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec]:
+    """Every tensor of `rank0.engine`, in writing order. The embedding, whose size need not be aligned, comes last."""
+    spec: dict[str, TensorSpec] = {}
+
+    def vector(name: str, size: int) -> None:
+        spec[name] = TensorSpec("F32", (padded(size),))
+
+    def linear(name: str, n: int, k: int, bias: bool, smoother: bool, quantized: bool) -> None:
+        spec[f"{name}.weight"] = TensorSpec("I8" if quantized else "BF16", packed_shape(n, k, quantized))
+        if quantized:
+            vector(f"{name}.scale", n)
+        if bias:
+            vector(f"{name}.bias", n)
+        if quantized and smoother:
+            vector(f"{name}.inverse_smoother", k)
+
+    for i in range(config.num_hidden_layers):
+        prefix = LAYER_PREFIX.format(i=i)
+        vector(f"{prefix}input_layernorm.weight", config.hidden_size)
+        vector(f"{prefix}post_layernorm.weight", config.hidden_size)
+        for name, n, k, bias, smoother in layer_linears(config):
+            linear(prefix + name, n, k, bias, smoother, recipe.quantized)
+    vector("transformer.ln_f.weight", config.hidden_size)
+    linear("lm_head", config.vocab_size, config.hidden_size, False, False, recipe.quantize_lm_head)
+    spec[EMBEDDING] = TensorSpec("BF16", (config.vocab_size, config.hidden_size))
+    return spec

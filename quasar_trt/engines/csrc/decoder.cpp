@@ -1,0 +1,253 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+namespace quasar {
+
+Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, int threads, const Kernels* kernels)
+    : shape_(shape),
+      weights_(std::move(weights)),
+      kernels_(kernels),
+      pool_(threads),
+      cache_(shape.layers, shape.kv_heads, shape.head),
+      scales_(static_cast<size_t>(shape.max_rows)),
+      scratch_(static_cast<size_t>(threads)) {
+  const int64_t rows = shape.max_rows;
+  hidden_.resize(rows * padded(shape.hidden));
+  qkv_.resize(rows * padded(shape.qkv()));
+  const auto prepare = [&](Activations& x, int n) {
+    x.stride = padded(n);
+    x.floats.resize(rows * x.stride);
+    x.codes8.resize(rows * x.stride);
+  };
+  prepare(normed_, shape.hidden);
+  prepare(attended_, shape.heads * shape.head);
+  prepare(gated_, shape.intermediate);
+  if (shape.head_quantized) normed_.codes16.resize(rows * normed_.stride);
+  const int widest = std::max({normed_.stride, attended_.stride, gated_.stride});
+  for (auto& scratch : scratch_)
+    scratch.resize(std::max<int64_t>(widest, static_cast<int64_t>(kMaxQueries) * (padded(shape.max_seq_len) + padded(shape.head))));
+}
+
+void Decoder::check(const std::vector<Part>& parts, const int32_t* tokens, int& rows) const {
+  rows = 0;
+  for (const Part& part : parts) {
+    const int after = cache_.length(part.sequence) + part.rows;
+    if (after > shape_.max_seq_len)
+      throw std::invalid_argument("sequence " + std::to_string(part.sequence) + " would hold " + std::to_string(after) +
+                                  " tokens; the engine holds " + std::to_string(shape_.max_seq_len));
+    rows += part.rows;
+  }
+  if (rows > shape_.max_rows)
+    throw std::invalid_argument("the pass would hold " + std::to_string(rows) + " rows; the engine holds " +
+                                std::to_string(shape_.max_rows));
+  for (int row = 0; row < rows; ++row)
+    if (tokens[row] < 0 || tokens[row] >= shape_.vocab)
+      throw std::invalid_argument("token id " + std::to_string(tokens[row]) + " is outside the vocabulary of " +
+                                  std::to_string(shape_.vocab));
+}
+
+const float* Decoder::step(const std::vector<Part>& parts, const int32_t* tokens) {
+  int rows;
+  check(parts, tokens, rows);
+  parts_ = parts;
+  tokens_ = tokens;
+  first_row_.clear();
+  rows_.clear();
+  logit_rows_.clear();
+  pages_.resize(parts.size());
+  for (int p = 0; p < static_cast<int>(parts.size()); ++p) {
+    const Part& part = parts[static_cast<size_t>(p)];
+    const int length = cache_.length(part.sequence);
+    cache_.reserve(part.sequence, part.rows);
+    auto& pages = pages_[static_cast<size_t>(p)];
+    pages.clear();
+    for (int i = 0; i * kPage < length + part.rows; ++i) pages.push_back(cache_.page(part.sequence, i));
+    first_row_.push_back(static_cast<int>(rows_.size()));
+    for (int i = 0; i < part.rows; ++i) {
+      if (i >= part.rows - part.logit_rows) logit_rows_.push_back(static_cast<int>(rows_.size()));
+      rows_.push_back({p, length + i});
+    }
+  }
+  logits_.resize(static_cast<int64_t>(logit_rows_.size()) * padded(shape_.vocab));
+  pool_.run([this](int thread) { forward(thread); });
+  for (const Part& part : parts_) cache_.advance(part.sequence, part.rows);
+  return logits_.get();
+}
+
+void Decoder::forward(int thread) {
+  embed(thread);
+  for (int i = 0; i < shape_.layers; ++i) layer(i, thread);
+  if (!logit_rows_.empty()) logits(thread);
+}
+
+// Between two barriers every thread works on its own rows, or on its own output blocks of all rows.
+void Decoder::layer(int index, int thread) {
+  const LayerWeights& w = weights_.layers[static_cast<size_t>(index)];
+  const int rows = static_cast<int>(rows_.size()), hidden = padded(shape_.hidden);
+  const Output residual{hidden_.get(), hidden, Epilogue::kAdd};
+
+  normalize(w.input_norm, thread);
+  quantize(normed_, nullptr, shape_.hidden, thread);
+  pool_.barrier();
+  linear(w.qkv, normed_, rows, shape_.qkv(), {qkv_.get(), padded(shape_.qkv()), Epilogue::kStore}, thread);
+  pool_.barrier();
+  rotate(index, thread);
+  pool_.barrier();
+  attend(index, thread);
+  pool_.barrier();
+  if (shape_.quantized) {
+    quantize(attended_, w.dense_smoother, shape_.heads * shape_.head, thread);
+    pool_.barrier();
+  }
+  linear(w.dense, attended_, rows, shape_.hidden, residual, thread);
+  pool_.barrier();
+  normalize(w.post_norm, thread);
+  quantize(normed_, nullptr, shape_.hidden, thread);
+  pool_.barrier();
+  linear(w.fc_gate, normed_, rows, shape_.intermediate, {gated_.floats.get(), gated_.stride, Epilogue::kSiluMul}, thread);
+  pool_.barrier();
+  if (shape_.quantized) {
+    quantize(gated_, w.proj_smoother, shape_.intermediate, thread);
+    pool_.barrier();
+  }
+  linear(w.proj, gated_, rows, shape_.hidden, residual, thread);
+  pool_.barrier();
+}
+
+void Decoder::embed(int thread) {
+  const int hidden = shape_.hidden, stride = padded(hidden);
+  const auto [begin, end] = share(static_cast<int>(rows_.size()), thread, pool_.size());
+  for (int row = begin; row < end; ++row) {
+    const uint16_t* from = weights_.embedding + static_cast<int64_t>(tokens_[row]) * hidden;
+    float* to = hidden_.get() + static_cast<int64_t>(row) * stride;
+    for (int i = 0; i < hidden; ++i) to[i] = bf16_to_float(from[i]);
+  }
+}
+
+void Decoder::normalize(const float* weight, int thread) {
+  const int stride = normed_.stride;
+  const auto [begin, end] = share(static_cast<int>(rows_.size()), thread, pool_.size());
+  for (int row = begin; row < end; ++row) {
+    const int64_t at = static_cast<int64_t>(row) * stride;
+    kernels_->rms_norm(hidden_.get() + at, weight, shape_.norm_epsilon, shape_.hidden, normed_.floats.get() + at);
+  }
+}
+
+// Rows of a quantized engine become codes; a BF16 engine keeps its floats.
+void Decoder::quantize(Activations& x, const float* inverse_smoother, int n, int thread) {
+  if (!shape_.quantized) return;
+  float* scratch = scratch_[static_cast<size_t>(thread)].get();
+  const auto [begin, end] = share(static_cast<int>(rows_.size()), thread, pool_.size());
+  for (int row = begin; row < end; ++row) {
+    const int64_t at = static_cast<int64_t>(row) * x.stride;
+    scales_[static_cast<size_t>(row)] =
+        kernels_->quantize8(x.floats.get() + at, inverse_smoother, n, scratch, x.codes8.get() + at);
+  }
+}
+
+void Decoder::linear(const Weight& weight, const Activations& x, int rows, int n, Output out, int thread) {
+  const auto [begin, end] = share(padded(n) / kBlock, thread, pool_.size());
+  if (shape_.quantized)
+    kernels_->linear_w8a8(weight, x.codes8.get(), x.stride, scales_.data(), rows, begin, end, out);
+  else
+    kernels_->linear_bf16(weight, x.floats.get(), x.stride, rows, begin, end, out);
+}
+
+// RoPE on queries (which also take the 1 / sqrt(head) of attention) and keys; keys and values go to the cache as BF16.
+void Decoder::rotate(int layer, int thread) {
+  const int head = shape_.head, half = head / 2, width = padded(head), stride = padded(shape_.qkv());
+  const float scale = 1.0f / std::sqrt(static_cast<float>(head));
+  const auto [begin, end] = share(static_cast<int>(rows_.size()), thread, pool_.size());
+  for (int row = begin; row < end; ++row) {
+    const auto [part, position] = rows_[static_cast<size_t>(row)];
+    const float* cos = weights_.cos + static_cast<int64_t>(position) * half;
+    const float* sin = weights_.sin + static_cast<int64_t>(position) * half;
+    float* x = qkv_.get() + static_cast<int64_t>(row) * stride;
+    uint16_t* page = pages_[static_cast<size_t>(part)][static_cast<size_t>(position / kPage)];
+    const int slot = position % kPage;
+    for (int h = 0; h < shape_.heads + shape_.kv_heads; ++h, x += head) {
+      const float factor = h < shape_.heads ? scale : 1.0f;
+      for (int i = 0; i < half; ++i) {
+        const float a = x[i], b = x[i + half];
+        x[i] = (a * cos[i] - b * sin[i]) * factor;
+        x[i + half] = (b * cos[i] + a * sin[i]) * factor;
+      }
+      if (h < shape_.heads) continue;
+      uint16_t* key = page + cache_.keys_at(layer, h - shape_.heads) + slot / 16 * 16 * head + slot % 16;
+      for (int i = 0; i < head; ++i) key[i * 16] = float_to_bf16(x[i]);
+    }
+    for (int h = 0; h < shape_.kv_heads; ++h, x += head) {
+      uint16_t* value = page + cache_.values_at(layer, h) + slot * width;
+      for (int i = 0; i < head; ++i) value[i] = float_to_bf16(x[i]);
+    }
+  }
+}
+
+// The pass's queries, ordered by part, key/value head, row and head, are shared out evenly; neighbours that read the same keys
+// and values are computed together.
+void Decoder::attend(int layer, int thread) {
+  const int head = shape_.head, width = padded(head), group = shape_.heads / shape_.kv_heads;
+  const int qkv_stride = padded(shape_.qkv());
+  float* scratch = scratch_[static_cast<size_t>(thread)].get();
+  float* aside = scratch + static_cast<int64_t>(kMaxQueries) * padded(shape_.max_seq_len);
+  std::vector<const uint16_t*> keys, values;
+  auto [begin, end] = share(static_cast<int>(rows_.size()) * shape_.heads, thread, pool_.size());
+  while (begin < end) {
+    const int p = rows_[static_cast<size_t>(begin / shape_.heads)].part;
+    const int first = first_row_[static_cast<size_t>(p)], per_head = parts_[static_cast<size_t>(p)].rows * group;
+    const int local = begin - first * shape_.heads, kv_head = local / per_head;
+    const int stop = std::min(end, first * shape_.heads + (kv_head + 1) * per_head);
+
+    const auto& pages = pages_[static_cast<size_t>(p)];
+    keys.resize(pages.size());
+    values.resize(pages.size());
+    for (size_t i = 0; i < pages.size(); ++i) {
+      keys[i] = pages[i] + cache_.keys_at(layer, kv_head);
+      values[i] = pages[i] + cache_.values_at(layer, kv_head);
+    }
+    while (begin < stop) {
+      AttentionQuery queries[kMaxQueries];
+      float* out[kMaxQueries];
+      const int count = std::min(kMaxQueries, stop - begin);
+      for (int i = 0; i < count; ++i) {
+        const int within = (begin + i - first * shape_.heads) % per_head;
+        const int row = first + within / group, h = kv_head * group + within % group;
+        out[i] = attended_.floats.get() + static_cast<int64_t>(row) * attended_.stride + h * head;
+        // A head that does not fill whole vectors is computed aside, so that its padding cannot spill over a neighbour.
+        queries[i] = {qkv_.get() + static_cast<int64_t>(row) * qkv_stride + h * head, width == head ? out[i] : aside + i * width,
+                      rows_[static_cast<size_t>(row)].position + 1};
+      }
+      kernels_->attention(queries, count, keys.data(), values.data(), head, scratch);
+      if (width != head)
+        for (int i = 0; i < count; ++i) std::copy_n(queries[i].out, head, out[i]);
+      begin += count;
+    }
+  }
+}
+
+// The final norm and the head, for the rows that want logits.
+void Decoder::logits(int thread) {
+  const int stride = normed_.stride, count = static_cast<int>(logit_rows_.size());
+  float* scratch = scratch_[static_cast<size_t>(thread)].get();
+  const auto [begin, end] = share(count, thread, pool_.size());
+  for (int i = begin; i < end; ++i) {
+    float* to = normed_.floats.get() + static_cast<int64_t>(i) * stride;
+    const float* from = hidden_.get() + static_cast<int64_t>(logit_rows_[static_cast<size_t>(i)]) * stride;
+    kernels_->rms_norm(from, weights_.final_norm, shape_.norm_epsilon, shape_.hidden, to);
+    if (shape_.head_quantized)
+      scales_[static_cast<size_t>(i)] = kernels_->quantize16(to, nullptr, shape_.hidden, scratch,
+                                                             normed_.codes16.get() + static_cast<int64_t>(i) * stride);
+  }
+  pool_.barrier();
+  const Output out{logits_.get(), padded(shape_.vocab), Epilogue::kStore};
+  const auto [first, last] = share(padded(shape_.vocab) / kBlock, thread, pool_.size());
+  if (shape_.head_quantized)
+    kernels_->linear_w8a16(weights_.head, normed_.codes16.get(), stride, scales_.data(), count, first, last, out);
+  else
+    kernels_->linear_bf16(weights_.head, normed_.floats.get(), stride, count, first, last, out);
+}
+
+}  // namespace quasar

@@ -1,0 +1,115 @@
+// One pass of a decoder-only model over a packed batch of sequences; the whole pass is one call.
+#pragma once
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "kv_cache.h"
+#include "thread_pool.h"
+
+namespace quasar {
+
+// A zeroed, 64-byte aligned array.
+template <class T>
+class Buffer {
+ public:
+  void resize(int64_t count) {
+    if (count <= size_) return;
+    const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+    data_.reset(static_cast<T*>(std::aligned_alloc(64, bytes)));
+    if (!data_) throw std::bad_alloc();
+    std::memset(static_cast<void*>(data_.get()), 0, bytes);
+    size_ = count;
+  }
+  T* get() const { return data_.get(); }
+
+ private:
+  struct Free { void operator()(T* p) const { std::free(p); } };
+  std::unique_ptr<T, Free> data_;
+  int64_t size_ = 0;
+};
+
+struct DecoderShape {
+  int layers, hidden, intermediate, heads, kv_heads, head, vocab;
+  float norm_epsilon;
+  bool quantized, head_quantized;  // linears are W8A8; the head is INT8 with 16-bit activations
+  int max_rows, max_seq_len;
+
+  int qkv() const { return (heads + 2 * kv_heads) * head; }
+};
+
+struct LayerWeights {
+  const float *input_norm, *post_norm;
+  Weight qkv, dense, fc_gate, proj;
+  const float *dense_smoother, *proj_smoother;  // inverse; null where the layer is not quantized
+};
+
+struct DecoderWeights {
+  const uint16_t* embedding;  // [vocab, hidden] bfloat16
+  std::vector<LayerWeights> layers;
+  const float* final_norm;
+  Weight head;
+  const float *cos, *sin;  // [max_seq_len, head / 2]
+};
+
+// One sequence's rows in a pass: `rows` tokens appended to its cache, the last `logit_rows` of which want logits.
+struct Part {
+  int sequence, rows, logit_rows;
+};
+
+class Decoder {
+ public:
+  Decoder(const DecoderShape& shape, DecoderWeights weights, int threads, const Kernels* kernels);
+
+  KvCache& cache() { return cache_; }
+  // Logits [sum of logit_rows, padded(vocab)] float32, valid until the next step. Throws std::invalid_argument, before anything
+  // changes, for an unknown token, more than max_rows rows or more than max_seq_len cached tokens.
+  const float* step(const std::vector<Part>& parts, const int32_t* tokens);
+
+ private:
+  struct Row { int part, position; };
+  // Activations of one linear: floats, or codes with a scale per row.
+  struct Activations {
+    Buffer<float> floats;
+    Buffer<int8_t> codes8;
+    Buffer<int16_t> codes16;
+    int stride = 0;
+  };
+
+  void check(const std::vector<Part>& parts, const int32_t* tokens, int& rows) const;
+  void forward(int thread);
+  void layer(int index, int thread);
+  void embed(int thread);
+  void normalize(const float* weight, int thread);
+  void rotate(int layer, int thread);
+  void attend(int layer, int thread);
+  void quantize(Activations& x, const float* inverse_smoother, int n, int thread);
+  void linear(const Weight& weight, const Activations& x, int rows, int n, Output out, int thread);
+  void logits(int thread);
+
+  const DecoderShape shape_;
+  const DecoderWeights weights_;
+  const Kernels* const kernels_;
+  ThreadPool pool_;
+  KvCache cache_;
+
+  // The current pass.
+  std::vector<Part> parts_;
+  std::vector<int> first_row_;                // of each part
+  std::vector<std::vector<uint16_t*>> pages_;  // of each part's sequence
+  std::vector<Row> rows_;
+  std::vector<int> logit_rows_;
+  const int32_t* tokens_ = nullptr;
+
+  Buffer<float> hidden_, qkv_, logits_;
+  Activations normed_, attended_, gated_;
+  std::vector<RowScale> scales_;
+  std::vector<Buffer<float>> scratch_;  // per thread
+};
+
+}  // namespace quasar

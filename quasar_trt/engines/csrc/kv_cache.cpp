@@ -1,0 +1,80 @@
+#include "kv_cache.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+namespace quasar {
+
+KvCache::KvCache(int layers, int kv_heads, int head)
+    : kv_heads_(kv_heads),
+      key_elements_(static_cast<int64_t>(kPage) * head),
+      slot_elements_(key_elements_ + static_cast<int64_t>(kPage) * padded(head)),
+      elements_(slot_elements_ * layers * kv_heads) {}
+
+KvCache::Page KvCache::new_page() {
+  // Zeroed: the kernels read whole vectors, beyond the head size and beyond the last position, and ignore what they find there.
+  // A page is a multiple of 128 bytes, as aligned_alloc wants.
+  void* memory = std::aligned_alloc(64, static_cast<size_t>(page_bytes()));
+  if (!memory) throw std::bad_alloc();
+  std::memset(memory, 0, static_cast<size_t>(page_bytes()));
+  ++pages_in_use_;
+  return Page(static_cast<uint16_t*>(memory), [this](uint16_t* p) {
+    std::free(p);
+    --pages_in_use_;
+  });
+}
+
+KvCache::Sequence& KvCache::at(int sequence) {
+  const auto found = sequences_.find(sequence);
+  if (found == sequences_.end()) throw std::invalid_argument("sequence " + std::to_string(sequence) + " is not open");
+  return found->second;
+}
+
+const KvCache::Sequence& KvCache::at(int sequence) const { return const_cast<KvCache*>(this)->at(sequence); }
+
+int KvCache::open() {
+  sequences_.emplace(next_, Sequence{});
+  return next_++;
+}
+
+int KvCache::fork(int sequence) {
+  sequences_.emplace(next_, Sequence(at(sequence)));
+  return next_++;
+}
+
+void KvCache::close(int sequence) {
+  at(sequence);
+  sequences_.erase(sequence);
+}
+
+int KvCache::length(int sequence) const { return at(sequence).length; }
+
+void KvCache::truncate(int sequence, int length) {
+  Sequence& s = at(sequence);
+  if (length < 0 || length > s.length)
+    throw std::invalid_argument("cannot truncate sequence " + std::to_string(sequence) + " of " + std::to_string(s.length) +
+                                " cached tokens to " + std::to_string(length));
+  s.length = length;
+  s.pages.resize(static_cast<size_t>((length + kPage - 1) / kPage));
+}
+
+void KvCache::reserve(int sequence, int count) {
+  Sequence& s = at(sequence);
+  const int last = (s.length + count - 1) / kPage;
+  for (int page = s.length / kPage; page <= last; ++page) {
+    if (page == static_cast<int>(s.pages.size())) {
+      s.pages.push_back(new_page());
+    } else if (s.pages[page].use_count() > 1) {
+      Page copy = new_page();
+      std::memcpy(copy.get(), s.pages[page].get(), static_cast<size_t>(page_bytes()));
+      s.pages[page] = std::move(copy);
+    }
+  }
+}
+
+void KvCache::advance(int sequence, int count) { at(sequence).length += count; }
+
+}  // namespace quasar

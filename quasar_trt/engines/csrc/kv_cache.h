@@ -1,0 +1,52 @@
+// Keys and values of all sequences, in pages of kPage positions that forked sequences share until one of them writes.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "kernels.h"
+
+namespace quasar {
+
+// Throws std::invalid_argument for a handle that is not open and for lengths a sequence does not have.
+class KvCache {
+ public:
+  KvCache(int layers, int kv_heads, int head);
+
+  int open();
+  int fork(int sequence);
+  void close(int sequence);
+  int length(int sequence) const;
+  void truncate(int sequence, int length);
+  // Makes positions [length, length + count) writable; `advance` then counts them as cached.
+  void reserve(int sequence, int count);
+  void advance(int sequence, int count);
+  int64_t bytes() const { return pages_in_use_ * page_bytes(); }
+
+  // A page holds, for every layer and key/value head, keys [kPage / 16][head][16] at `keys_at` and values
+  // [kPage][padded(head)] at `values_at` elements from its start; bfloat16 bits.
+  uint16_t* page(int sequence, int index) const { return at(sequence).pages[static_cast<size_t>(index)].get(); }
+  int64_t keys_at(int layer, int kv_head) const { return (static_cast<int64_t>(layer) * kv_heads_ + kv_head) * slot_elements_; }
+  int64_t values_at(int layer, int kv_head) const { return keys_at(layer, kv_head) + key_elements_; }
+
+ private:
+  using Page = std::shared_ptr<uint16_t>;
+  struct Sequence {
+    std::vector<Page> pages;
+    int length = 0;
+  };
+
+  Page new_page();
+  Sequence& at(int sequence);
+  const Sequence& at(int sequence) const;
+  int64_t page_bytes() const { return elements_ * static_cast<int64_t>(sizeof(uint16_t)); }
+
+  const int kv_heads_;
+  const int64_t key_elements_, slot_elements_, elements_;  // per page: keys of a slot, a slot (layer, head), all
+  std::unordered_map<int, Sequence> sequences_;
+  int next_ = 0;
+  int64_t pages_in_use_ = 0;
+};
+
+}  // namespace quasar

@@ -1,0 +1,301 @@
+"""The reference engine: plain torch, on CPU or CUDA, the oracle for every other engine.
+
+Only weights and the KV cache are rounded to BF16; the residual stream, norms, attention and everything else stay in the
+model's dtype. Row invariance holds up to float rounding, not bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quasar_trt.checkpoint import LAYER_PREFIX, Checkpoint
+from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep
+from quasar_trt.manifest import Manifest
+from quasar_trt.model_config import ModelConfig
+from quasar_trt.plugins import reference as ops
+from quasar_trt.recipe import Recipe
+from quasar_trt.rope import rope_tables
+from quasar_trt.tensorfile import map_tensors
+
+Observe = Callable[[str, Tensor], None]
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file as a view of one memory map (read-only: never write to them)."""
+    tensors = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        for name, array in map_tensors(path).items():
+            is_bf16 = array.dtype == np.uint16
+            tensors[name] = torch.from_numpy(array.view(np.int16) if is_bf16 else array)
+            if is_bf16:
+                tensors[name] = tensors[name].view(torch.bfloat16)
+    return tensors
+
+
+class KVCache:
+    """Keys and values of one sequence. Tensors are replaced, never written to, so copies share them."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
+        empty = torch.empty(config.num_key_value_heads, 0, config.head_size, dtype=dtype, device=device)
+        self.keys = [empty] * config.num_hidden_layers  # each [kv heads, length, head_size]
+        self.values = [empty] * config.num_hidden_layers
+
+    @property
+    def length(self) -> int:
+        return self.keys[-1].shape[1]
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends [kv heads, rows, head_size] to one layer and returns all of its keys and values."""
+        self.keys[layer] = torch.cat([self.keys[layer], keys.to(self.keys[layer].dtype)], dim=1)
+        self.values[layer] = torch.cat([self.values[layer], values.to(self.values[layer].dtype)], dim=1)
+        return self.keys[layer], self.values[layer]
+
+    def first(self, length: int) -> KVCache:
+        """A cache of the first `length` tokens, sharing this one's tensors."""
+        other = object.__new__(KVCache)
+        other.keys = [keys[:, :length] for keys in self.keys]
+        other.values = [values[:, :length] for values in self.values]
+        return other
+
+
+class ReferenceModel:
+    """A decoder in plain torch.
+
+    tensors: by checkpoint name, as `checkpoint_spec(config, recipe)` names them; unquantized ones may be BF16 or FP32
+        (another dtype than `dtype` is converted at every use: give FP32 where speed matters more than memory).
+    observe: called as observe(name, x) with the float input x [rows, in_features] of every linear of the layers before it
+        is quantized; name is the checkpoint name without ".weight".
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        recipe: Recipe,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype = torch.float32,
+        observe: Observe | None = None,
+    ):
+        self.config = config
+        self.recipe = recipe
+        self.dtype = dtype
+        self.observe = observe
+        self.tensors = tensors
+        self.device = tensors["lm_head.weight"].device
+        self._cos = self._sin = torch.empty(0, config.head_size // 2, device=self.device)
+
+    def new_cache(self, dtype: torch.dtype | None = None) -> KVCache:
+        """An empty cache that stores `dtype`, or the model's own."""
+        return KVCache(self.config, dtype or self.dtype, self.device)
+
+    @torch.no_grad()
+    def __call__(self, ids: Sequence[int]) -> Tensor:
+        """Logits [len(ids), vocab] float32 of one sequence from its start, the KV cache not rounded."""
+        return self.logits(self.hidden_states([(ids, self.new_cache())]))
+
+    @torch.no_grad()
+    def hidden_states(self, batch: Sequence[tuple[Sequence[int], KVCache]]) -> Tensor:
+        """Runs the layers over new ids of several sequences, packed into rows one sequence after the other.
+
+        Extends each cache by its ids. Returns the states after the final norm, [rows, hidden_size].
+        """
+        ids = torch.tensor([token for tokens, _ in batch for token in tokens], device=self.device)
+        starts = [cache.length for _, cache in batch]
+        positions = torch.cat([torch.arange(s, s + len(t)) for s, (t, _) in zip(starts, batch, strict=True)])
+        cos, sin = self._rotations(positions)
+        x = self.tensors["transformer.vocab_embedding.weight"][ids].to(self.dtype)
+        for i in range(self.config.num_hidden_layers):
+            prefix = LAYER_PREFIX.format(i=i)
+            normed = self._norm(f"{prefix}input_layernorm", x)
+            qkv = self._linear(f"{prefix}attention.qkv", normed)
+            x = x + self._linear(f"{prefix}attention.dense", self._attention(i, qkv, cos, sin, batch))
+            normed = self._norm(f"{prefix}post_layernorm", x)
+            gate, up = self._linear(f"{prefix}mlp.fc", normed), self._linear(f"{prefix}mlp.gate", normed)
+            x = x + self._linear(f"{prefix}mlp.proj", ops.silu_mul(gate, up).to(self.dtype))
+        return self._norm("transformer.ln_f", x)
+
+    @torch.no_grad()
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """[rows, hidden_size] -> [rows, vocab] float32. A quantized head reads 16-bit activations."""
+        weight = self.tensors["lm_head.weight"]
+        if self.recipe.quantize_lm_head:
+            q, scale = ops.quantize_16(hidden_states)
+            return ops.w8a16_linear(q, scale, weight, self.tensors["lm_head.per_channel_scale"])
+        return functional.linear(hidden_states, weight.to(self.dtype)).float()
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.tensors[f"{name}.weight"], self.config.norm_epsilon).to(self.dtype)
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        """[rows, in_features] -> [rows, out_features]; a smoother divides the input of the linears that have one."""
+        if self.observe:
+            self.observe(name, x)
+        weight, bias = self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
+        if not self.recipe.quantized:
+            return functional.linear(x, weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
+        smoother = self.tensors.get(f"{name}.smoother")
+        q, scale = ops.quantize_8(x) if smoother is None else ops.smooth_quantize(x, 1.0 / smoother)
+        return ops.w8a8_linear(q, scale, weight, self.tensors[f"{name}.per_channel_scale"], bias).to(self.dtype)
+
+    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [rows, 1, head_size / 2]; the tables grow as positions ask for it."""
+        needed = int(positions.max()) + 1
+        if needed > len(self._cos):
+            tables = rope_tables(self.config, 2 * needed)
+            self._cos, self._sin = (torch.from_numpy(table).to(self.device) for table in tables)
+        positions = positions.to(self.device)
+        return self._cos[positions, None], self._sin[positions, None]
+
+    def _attention(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, batch) -> Tensor:
+        """Causal grouped-query attention of each sequence over its own cache: [rows, qkv_size] -> [rows, heads * head_size]."""
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        qkv = qkv.view(len(qkv), heads + 2 * kv_heads, self.config.head_size)
+        queries, keys, values = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        queries, keys = _rotate(queries, cos, sin), _rotate(keys, cos, sin)
+        outputs = []
+        counts = [len(tokens) for tokens, _ in batch]
+        split = zip(batch, queries.split(counts), keys.split(counts), values.split(counts), strict=True)
+        for (_, cache), q, k, v in split:
+            all_keys, all_values = cache.extend(layer, k.transpose(0, 1), v.transpose(0, 1))
+            outputs.append(_attend(q, all_keys.to(self.dtype), all_values.to(self.dtype)))
+        return torch.cat(outputs)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the pairs (x[i], x[i + half]) of every head; x [rows, heads, head_size]."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """queries [rows, heads, size] are the last rows of the sequence; keys and values [kv heads, length, size]."""
+    rows, heads, size = queries.shape
+    kv_heads, length, _ = keys.shape
+    queries = queries.view(rows, kv_heads, heads // kv_heads, size).permute(1, 2, 0, 3)  # [kv, group, rows, size]
+    scores = (queries @ keys[:, None].transpose(-1, -2)).float() / math.sqrt(size)
+    later = torch.ones(rows, length, dtype=torch.bool, device=keys.device).triu(length - rows + 1)
+    weights = scores.masked_fill(later, -torch.inf).softmax(dim=-1).to(values.dtype)
+    return (weights @ values[:, None]).permute(2, 0, 1, 3).reshape(rows, heads * size)
+
+
+class ReferenceEngine(Engine):
+    """`ReferenceModel` behind the engine interface; drafts are chains."""
+
+    def __init__(
+        self, model: ReferenceModel, *, max_seq_len: int, max_rows: int = 512, kv_dtype: torch.dtype = torch.bfloat16
+    ):
+        self.model = model
+        self.config = model.config
+        self.max_seq_len = max_seq_len
+        self.capabilities = Capabilities(
+            max_rows=max_rows, accepts_inside=False, tree=False, hidden_states=False, fork=True, exact=False
+        )
+        self.weight_bytes_per_step = sum(
+            tensor.nbytes
+            for name, tensor in model.tensors.items()
+            if tensor.ndim == 2 and name.endswith(".weight") and name != "transformer.vocab_embedding.weight"
+        )
+        self._kv_dtype = kv_dtype
+        self._caches: dict[int, KVCache] = {}
+        self._handles = itertools.count()
+
+    @classmethod
+    def from_dir(
+        cls,
+        engine_dir: Path,
+        *,
+        max_rows: int = 512,
+        kv_dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cpu",
+    ) -> ReferenceEngine:
+        """Opens the checkpoint inside an engine directory. Raises QuasarError when it is not whole."""
+        limits = Manifest.open(engine_dir).limits
+        checkpoint = Checkpoint.open(Path(engine_dir) / "checkpoint")
+        tensors = {name: tensor.to(device) for name, tensor in load_tensors(checkpoint.path).items()}
+        model = ReferenceModel(checkpoint.config, checkpoint.recipe, tensors)
+        return cls(model, max_seq_len=limits.max_seq_len, max_rows=max_rows, kv_dtype=kv_dtype)
+
+    def open(self) -> int:
+        handle = next(self._handles)
+        self._caches[handle] = self.model.new_cache(self._kv_dtype)
+        return handle
+
+    def fork(self, sequence: int) -> int:
+        cache = self._cache(sequence)
+        handle = next(self._handles)
+        self._caches[handle] = cache.first(cache.length)
+        return handle
+
+    def close(self, sequence: int) -> None:
+        self._cache(sequence)
+        del self._caches[sequence]
+
+    def length(self, sequence: int) -> int:
+        return self._cache(sequence).length
+
+    def truncate(self, sequence: int, length: int) -> None:
+        cache = self._cache(sequence)
+        if not 0 <= length <= cache.length:
+            raise ValueError(f"cannot truncate sequence {sequence} to {length} tokens; it holds {cache.length}")
+        self._caches[sequence] = cache.first(length)
+
+    def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
+        self._check(batch)
+        if not batch:
+            return []
+        # The pass extends copies, so an exception out of `accept` leaves every sequence as it was.
+        caches = [self._cache(entry.sequence) for entry in batch]
+        extended = [cache.first(cache.length) for cache in caches]
+        rows = [(*entry.tokens, *entry.draft.ids) for entry in batch]
+        states = self.model.hidden_states(list(zip(rows, extended, strict=True))).split([len(ids) for ids in rows])
+        acceptances: list[Acceptance | None] = []
+        kept: list[KVCache] = []
+        for index, entry in enumerate(batch):
+            acceptance, drafted = None, len(entry.draft)
+            if entry.needs_logits:
+                logits = self.model.logits(states[index][-1 - drafted :])
+                acceptance = accept(index, logits.cpu().numpy())
+                if not 0 <= acceptance.num_accepted_tokens <= drafted:
+                    raise ValueError(f"{acceptance.num_accepted_tokens} accepted tokens of {drafted} draft tokens")
+                drafted = acceptance.num_accepted_tokens
+            acceptances.append(acceptance)
+            kept.append(extended[index].first(caches[index].length + len(entry.tokens) + drafted))
+        self._caches.update((entry.sequence, cache) for entry, cache in zip(batch, kept, strict=True))
+        return acceptances
+
+    def _cache(self, sequence: int) -> KVCache:
+        try:
+            return self._caches[sequence]
+        except KeyError:
+            raise ValueError(f"sequence {sequence} is not open") from None
+
+    def _check(self, batch: Sequence[SequenceStep]) -> None:
+        """Raises ValueError for a pass that cannot run."""
+        rows = sum(len(entry.tokens) + len(entry.draft) for entry in batch)
+        if rows > self.capabilities.max_rows:
+            raise ValueError(f"the pass has {rows} rows; this engine allows {self.capabilities.max_rows}")
+        if len({entry.sequence for entry in batch}) < len(batch):
+            raise ValueError("a sequence appears twice in one pass")
+        for entry in batch:
+            if not entry.tokens:
+                raise ValueError(f"sequence {entry.sequence} brings no committed token")
+            if entry.draft and not entry.needs_logits:
+                raise ValueError(f"sequence {entry.sequence} brings draft tokens but needs no logits")
+            parents = entry.draft.parents
+            if parents is not None and list(parents) != list(range(-1, len(entry.draft) - 1)):
+                raise ValueError(f"draft parents {parents} are no chain; this engine verifies chains only")
+            length = self.length(entry.sequence) + len(entry.tokens) + len(entry.draft)
+            if length > self.max_seq_len:
+                raise ValueError(f"sequence {entry.sequence} would hold {length} tokens; allowed: {self.max_seq_len}")
+            for token in (*entry.tokens, *entry.draft.ids):
+                if not 0 <= token < self.config.vocab_size:
+                    raise ValueError(f"token id {token} is outside the vocabulary of {self.config.vocab_size}")

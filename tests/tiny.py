@@ -1,0 +1,197 @@
+"""Tiny seeded random models for tests: a transformers model, its checkpoint tensors, a quantized copy, an engine directory.
+
+Everything here is written plainly and apart from the builder, so that it can stand as the other side of a comparison.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from quasar_trt.architectures import architecture_of
+from quasar_trt.checkpoint import LAYER_PREFIX, checkpoint_config, checkpoint_spec
+from quasar_trt.engines.reference import ReferenceModel
+from quasar_trt.manifest import Limits, Manifest
+from quasar_trt.model_config import ModelConfig
+from quasar_trt.recipe import Recipe
+from quasar_trt.tensorfile import TensorWriter
+
+# Attention is 96 wide, hidden_size 48: nothing may take one for the other.
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+@torch.no_grad()
+def tiny_llama(seed: int = 0, **overrides) -> LlamaForCausalLM:
+    """A random float32 Llama in eval mode; `overrides` are LlamaConfig fields.
+
+    Weights are BF16 values, so storing them in a checkpoint loses nothing, and are large enough that logits spread (their
+    standard deviation is above 1) and that every layer, norm and bias matters to them.
+    """
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | overrides)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in sorted(model.named_parameters()):
+        noise = torch.randn(weight.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            weight.copy_(1.0 + 0.3 * noise)
+        elif name.endswith("bias"):
+            weight.copy_(0.3 * noise)
+        elif "embed_tokens" in name:
+            weight.copy_(0.5 * noise)
+        else:
+            weight.copy_(noise * 1.5 / weight.shape[1] ** 0.5)
+        weight.copy_(weight.bfloat16().float())
+    return model
+
+
+def model_config(model: LlamaForCausalLM) -> ModelConfig:
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {**(config.rope_scaling or {}), "rope_theta": config.rope_theta}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_size=config.head_dim,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        norm_epsilon=config.rms_norm_eps,
+        rotary_base=rope["rope_theta"],
+        rotary_scaling=scaling if scaling.get("rope_type", "default") != "default" else None,
+        qkv_bias=config.attention_bias,
+        dense_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+        tie_word_embeddings=config.tie_word_embeddings,
+    )
+
+
+def checkpoint_tensors(model: LlamaForCausalLM) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The model's BF16 checkpoint tensors (recipe `Recipe("none")`), without loss."""
+    config = model_config(model)
+    state = {name: tensor.detach().bfloat16() for name, tensor in model.state_dict().items()}
+    tensors = {"transformer.vocab_embedding.weight": state["model.embed_tokens.weight"]}
+    for i in range(config.num_hidden_layers):
+        ours, theirs = f"transformer.layers.{i}.", f"model.layers.{i}."
+        tensors[f"{ours}input_layernorm.weight"] = state[f"{theirs}input_layernorm.weight"]
+        tensors[f"{ours}post_layernorm.weight"] = state[f"{theirs}post_attention_layernorm.weight"]
+        for name, parts in {
+            "attention.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+            "attention.dense": ["self_attn.o_proj"],
+            "mlp.fc": ["mlp.gate_proj"],
+            "mlp.gate": ["mlp.up_proj"],
+            "mlp.proj": ["mlp.down_proj"],
+        }.items():
+            for kind in ("weight", "bias"):
+                if f"{theirs}{parts[0]}.{kind}" in state:
+                    tensors[f"{ours}{name}.{kind}"] = torch.cat([state[f"{theirs}{part}.{kind}"] for part in parts])
+    tensors["transformer.ln_f.weight"] = state["model.norm.weight"]
+    tensors["lm_head.weight"] = state["lm_head.weight"]
+    return config, tensors
+
+
+def quantized_tensors(
+    config: ModelConfig, tensors: Mapping[str, Tensor], recipe: Recipe, calibration: Sequence[Sequence[int]]
+) -> dict[str, Tensor]:
+    """Smooths and quantizes BF16 checkpoint tensors after looking at the activations of the `calibration` ids."""
+    largest: dict[str, Tensor] = {}
+
+    def observe(name: str, x: Tensor) -> None:
+        seen = x.abs().amax(dim=0)
+        largest[name] = torch.maximum(largest[name], seen) if name in largest else seen
+
+    model = ReferenceModel(config, Recipe("none"), tensors, observe=observe)
+    for ids in calibration:
+        model(ids)
+    found: dict[str, Tensor] = dict(tensors)
+    architecture = architecture_of(config)
+    for i in range(config.num_hidden_layers):
+        prefix = LAYER_PREFIX.format(i=i)
+        for group in (*architecture.norms, *(linear.name for linear in architecture.linears if linear.norm is None)):
+            members = [prefix + linear.name for linear in architecture.linears if group in (linear.norm, linear.name)]
+            weights = {name: tensors[f"{name}.weight"].float() for name in members}
+            columns = torch.cat(list(weights.values())).abs().amax(dim=0).clamp(min=1e-5)
+            alpha = recipe.smoothquant
+            smoother = (largest[members[0]].clamp(min=1e-5) ** alpha / columns ** (1 - alpha)).clamp(min=1e-5)
+            if group in architecture.norms:
+                norm = tensors[f"{prefix}{group}.weight"].float()
+                folded = (norm / smoother).bfloat16()
+                found[f"{prefix}{group}.weight"] = folded
+                found[f"{prefix}{group}.scale_to_int"] = torch.ones(1)
+                smoother = norm / folded.float()  # what the rounded norm really divides by
+            else:
+                found[f"{prefix}{group}.smoother"] = smoother[None]
+            for name, weight in weights.items():
+                found[f"{name}.weight"], found[f"{name}.per_channel_scale"] = _quantize_rows(weight * smoother)
+    if recipe.quantize_lm_head:
+        found["lm_head.weight"], found["lm_head.per_channel_scale"] = _quantize_rows(tensors["lm_head.weight"].float())
+    return {name: found[name] for name in checkpoint_spec(config, recipe)}
+
+
+def _quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scale = weight.abs().amax(dim=1, keepdim=True) / 127
+    return torch.round(weight / scale).clamp(-127, 127).to(torch.int8), scale.T.contiguous()
+
+
+def tiny_checkpoint(
+    seed: int = 0, recipe: Recipe | None = None, **overrides
+) -> tuple[ModelConfig, Recipe, dict[str, Tensor]]:
+    """(config, recipe, checkpoint tensors) of `tiny_llama(seed, **overrides)`; the recipe defaults to `Recipe("none")`."""
+    recipe = recipe or Recipe("none")
+    config, tensors = checkpoint_tensors(tiny_llama(seed, **overrides))
+    if recipe.quantized:
+        tensors = quantized_tensors(config, tensors, recipe, [random_ids(config, 64, seed=1000 + s) for s in range(4)])
+    return config, recipe, tensors
+
+
+def random_ids(config: ModelConfig, count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (count,), generator=generator).tolist()
+
+
+def write_engine_dir(
+    directory: Path, config: ModelConfig, recipe: Recipe, tensors: Mapping[str, Tensor], max_seq_len: int = 256
+) -> Path:
+    """An engine directory of the reference engine: manifest and checkpoint, no packed weights."""
+    checkpoint = directory / "checkpoint"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text(json.dumps(checkpoint_config(config, recipe)))
+    with TensorWriter(checkpoint / "rank0.safetensors", checkpoint_spec(config, recipe)) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    Manifest(
+        producer={"tests": "0"},
+        target="cpu",
+        limits=Limits(max_batch_size=8, max_seq_len=max_seq_len, max_draft_len=8),
+        tp_size=1,
+        recipe=recipe,
+        source={"path": "tiny", "kind": "random", "notices": []},
+        calibration=None,
+        files={"checkpoint/rank0.safetensors": writer.record},
+    ).write(directory)
+    return directory
+
+
+def save_hf(model: LlamaForCausalLM, directory: Path, max_shard_size: str = "5GB") -> Path:
+    """The model as a Hugging Face directory of BF16 safetensors, without a tokenizer."""
+    copy.deepcopy(model).bfloat16().save_pretrained(directory, max_shard_size=max_shard_size)
+    return Path(directory)
