@@ -51,6 +51,8 @@ class DraftRequest:
 class Drafter(ABC):
     """Proposes draft tokens for the requests of one runner. Its state lives between `start` and `stop` of a request."""
 
+    num_speculative_tokens: int  # the most draft tokens it proposes for one request
+
     def start(self, request_id: int, context: Sequence[int]) -> None:  # noqa: B027 (optional hook)
         """A request begins; `context` is its growing list of prompt and emitted ids, shared, never copied."""
 

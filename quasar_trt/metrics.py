@@ -1,0 +1,71 @@
+"""Counts and times of speculation, for one request or for all of a runner's."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
+
+
+@dataclass
+class SpeculationMetrics:
+    """What speculation did.
+
+    num_verify_steps: passes that scored rows of a request (its first token comes from one too); a pass over several
+        requests counts once for each.
+    num_drafts: drafts that were not empty.
+    num_accepted_tokens_per_pos: entry i counts the drafts whose token i was accepted.
+    draft_seconds, verify_seconds, accept_seconds: wall time of the steps that a request took part in, its neighbours'
+        share included; verifying is the engine's pass without acceptance, prompts included.
+    """
+
+    num_verify_steps: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_emitted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    accept_seconds: float = 0.0
+
+    def count(self, num_draft_tokens: int, num_accepted_tokens: int, num_emitted_tokens: int) -> None:
+        """One verify step of one request."""
+        self.num_verify_steps += 1
+        self.num_emitted_tokens += num_emitted_tokens
+        if num_draft_tokens:
+            self.num_drafts += 1
+            self.num_draft_tokens += num_draft_tokens
+            self.num_accepted_tokens += num_accepted_tokens
+            per_pos = self.num_accepted_tokens_per_pos
+            per_pos.extend([0] * (num_draft_tokens - len(per_pos)))
+            for position in range(num_accepted_tokens):
+                per_pos[position] += 1
+
+    def add_seconds(self, draft: float, verify: float, accept: float) -> None:
+        self.draft_seconds += draft
+        self.verify_seconds += verify
+        self.accept_seconds += accept
+
+    def snapshot(self) -> SpeculationMetrics:
+        """A copy that stays as it is."""
+        return copy.deepcopy(self)
+
+    def __sub__(self, before: SpeculationMetrics) -> SpeculationMetrics:
+        """What happened since the snapshot `before`."""
+        values = {item.name: (getattr(self, item.name), getattr(before, item.name)) for item in fields(self)}
+        now, then = values.pop("num_accepted_tokens_per_pos")
+        return SpeculationMetrics(
+            num_accepted_tokens_per_pos=[a - b for a, b in zip_longest(now, then, fillvalue=0)],
+            **{name: a - b for name, (a, b) in values.items()},
+        )
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Emitted tokens per verify step; 0.0 before the first."""
+        return self.num_emitted_tokens / self.num_verify_steps if self.num_verify_steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted per draft token; 0.0 when nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0

@@ -1,0 +1,173 @@
+"""From one row of logits to the target distribution p and a token: temperature, top-k, top-p, inverse CDF, keyed noise.
+
+All randomness is a pure function of (seed, sample index, position, stream), so a token depends on nothing but its own
+request: not on the drafter, the draft length, the neighbours or what was sampled before. One uniform goes through the
+inverse CDF in the order of token ids.
+
+Everything over the whole vocabulary is float32 and vectorised: a verify pass takes a few milliseconds, and sampling its
+rows must not show.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+import struct
+
+import numpy as np
+
+from quasar_trt.errors import QuasarError
+from quasar_trt.sampling_params import SamplingParams
+
+# Streams of noise at one position: they are independent of each other.
+SAMPLE = 0  # the uniform that picks a token (of p, or of the residual after a rejection)
+ACCEPT = 1  # the uniform of the ratio test
+
+_KEY = struct.Struct("<qqqq")
+_BLOCK = 256  # weights per partial sum of the inverse CDF
+_LARGEST_SCALE = 1e30  # 1 / temperature is capped here: finite in float32, and such a distribution is one-hot anyway
+
+
+def uniform(seed: int, sample: int, position: int, stream: int) -> float:
+    """A number in [0, 1) with 53 random bits, keyed by four 64-bit integers."""
+    digest = hashlib.blake2b(_KEY.pack(seed, sample, position, stream), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+class Target:
+    """The target distribution p of one row.
+
+    weights: [n] float32, proportional to p. Valid until the next call of its sampler, which owns the memory.
+    ids: [n] ascending token ids that the weights belong to, or None for the whole vocabulary.
+    """
+
+    def __init__(self, weights: np.ndarray, ids: np.ndarray | None = None):
+        self.weights = weights
+        self.ids = ids
+        sums = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK))
+        self._cumulative = np.cumsum(sums, dtype=np.float64)
+
+    @property
+    def total(self) -> float:
+        return float(self._cumulative[-1])
+
+    def probability(self, token: int) -> float:
+        if self.ids is None:
+            return float(self.weights[token]) / self.total
+        index = int(np.searchsorted(self.ids, token))
+        if index == len(self.ids) or self.ids[index] != token:
+            return 0.0
+        return float(self.weights[index]) / self.total
+
+    def dense(self, vocab: int) -> np.ndarray:
+        """p as [vocab] float32, a fresh array."""
+        p = np.zeros(vocab, np.float32)
+        p[slice(None) if self.ids is None else self.ids] = self.weights
+        p /= np.float32(self.total)
+        return p
+
+    def pick(self, u: float) -> int:
+        """The first token, in order of ids, whose cumulative probability exceeds u; never one with probability 0."""
+        block, rest = _first_above(self._cumulative, u * self.total)
+        within = np.cumsum(self.weights[block * _BLOCK : (block + 1) * _BLOCK], dtype=np.float64)
+        index = block * _BLOCK + _first_above(within, rest)[0]
+        return index if self.ids is None else int(self.ids[index])
+
+
+def _first_above(cumulative: np.ndarray, goal: float) -> tuple[int, float]:
+    """Index of the first entry above `goal`, and how far `goal` lies above the entry before it.
+
+    When rounding leaves no entry above it, the first that reaches the total: entries after that add nothing.
+    """
+    index = int(cumulative.searchsorted(goal, side="right"))
+    if index == len(cumulative):
+        index = int(cumulative.searchsorted(cumulative[-1], side="left"))
+    return index, goal - float(cumulative[index - 1]) if index else goal
+
+
+def _at_least(values: np.ndarray, border: np.float32, count: int) -> np.ndarray:
+    """Ascending indices of the `count` largest of `values`, the smallest of which equals `border`.
+
+    Values equal to the border go to the lower indices.
+    """
+    indices = np.flatnonzero(values >= border)
+    surplus = len(indices) - count
+    if surplus:
+        ties = np.flatnonzero(values[indices] == border)
+        indices = np.delete(indices, ties[-surplus:])
+    return indices
+
+
+class Sampler:
+    """Turns rows of logits into tokens for one sample of one request.
+
+    sample_index tells apart the samples drawn for the same prompt and seed.
+    """
+
+    def __init__(self, params: SamplingParams, sample_index: int = 0):
+        self.params = params
+        self.greedy = params.greedy
+        self._seed = secrets.randbits(63) if params.seed is None else params.seed
+        self._sample_index = sample_index
+        self._scale = 1.0 if self.greedy else min(1.0 / params.temperature, _LARGEST_SCALE)
+        self._scratch = np.empty(0, np.float32)
+
+    def uniform(self, position: int, stream: int) -> float:
+        return uniform(self._seed, self._sample_index, position, stream)
+
+    def sample(self, logits: np.ndarray, position: int) -> int:
+        """The token at `position` of the sequence, given its row of logits [vocab] float32.
+
+        Raises QuasarError for a row without a finite maximum (NaN, infinite, or everything masked).
+        """
+        if self.greedy:
+            token = int(logits.argmax())  # the first of equal maxima, and NaN before any number
+            _check_maximum(float(logits[token]))
+            return token
+        return self.target(logits).pick(self.uniform(position, SAMPLE))
+
+    def target(self, logits: np.ndarray) -> Target:
+        """p of one row [vocab] float32 at a temperature above 0. Raises QuasarError as `sample` does.
+
+        p = softmax(logits / temperature), restricted to the top_k largest logits, then to the smallest set of most
+        probable tokens that reaches top_p, then renormalised.
+        """
+        maximum = float(logits.max())
+        _check_maximum(maximum)
+        ids = None
+        top_k = self.params.top_k
+        if 0 < top_k < len(logits):
+            border = np.partition(logits, -top_k)[-top_k]
+            ids = _at_least(logits, border, top_k)
+            logits = logits[ids]
+        if len(self._scratch) < len(logits):
+            self._scratch = np.empty(len(logits), np.float32)
+        weights = self._scratch[: len(logits)]
+        with np.errstate(over="ignore", under="ignore"):  # far below the maximum, a weight is 0
+            np.subtract(logits, np.float32(maximum), out=weights)
+            weights *= np.float32(self._scale)
+            np.exp(weights, out=weights)
+        target = Target(weights, ids)
+        return target if self.params.top_p == 1.0 else self._nucleus(target)
+
+    def _nucleus(self, target: Target) -> Target:
+        top_p, weights = self.params.top_p, target.weights
+        # A token of the nucleus leaves more than 1 - top_p to itself and the at most n tokens no more probable than it,
+        # so its own share is above (1 - top_p) / n: only these need sorting. The factor makes room for rounding.
+        floor = 0.999 * (1.0 - top_p) * target.total / len(weights)
+        candidates = np.flatnonzero(weights >= np.float32(floor))
+        values = weights[candidates]
+        descending = np.sort(values)[::-1]
+        cumulative = np.cumsum(descending, dtype=np.float64)
+        count = min(int(cumulative.searchsorted(top_p * target.total)) + 1, len(values))
+        kept = candidates[_at_least(values, descending[count - 1], count)]
+        return Target(weights[kept], kept if target.ids is None else target.ids[kept])
+
+
+def _check_maximum(maximum: float) -> None:
+    if not math.isfinite(maximum):
+        raise QuasarError(
+            f"the engine gave a row of logits whose maximum is {maximum}, not a finite number; "
+            "its weights may be damaged: check them with quasar-trt info --verify, or build the engine again"
+        )

@@ -1,0 +1,122 @@
+"""A runner opened from an engine directory of a tiny random model, on the reference and the native engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tiny import random_ids, tiny_checkpoint, write_engine_dir
+
+from quasar_trt.errors import QuasarError
+from quasar_trt.plugins import native
+from quasar_trt.recipe import Recipe
+from quasar_trt.runner import Runner
+from quasar_trt.sampling_params import SamplingParams
+
+
+@pytest.fixture(scope="module", params=["none", "int8"])
+def engine_dir(request, tmp_path_factory):
+    recipe = Recipe("none") if request.param == "none" else Recipe()
+    return write_engine_dir(tmp_path_factory.mktemp("engine") / request.param, *tiny_checkpoint(recipe=recipe))
+
+
+def open_runner(directory, **options) -> Runner:
+    return Runner.from_dir(directory, engine="reference", **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafted_ids_equal_plain_ids(engine_dir, temperature):
+    plain = open_runner(engine_dir, drafter=None)
+    prompts = [random_ids(plain.engine.config, count, seed=count) * 2 for count in (1, 4, 9)]
+    params = SamplingParams(temperature=temperature, top_k=4, seed=1, max_tokens=32)
+    expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]
+    for num_speculative_tokens in (1, 3, 8):
+        runner = open_runner(engine_dir, drafter_options={"num_speculative_tokens": num_speculative_tokens})
+        assert [output.outputs[0].token_ids for output in runner.generate(prompts, params)] == expected
+
+
+@pytest.mark.skipif(bool(native.UNAVAILABLE), reason=str(native.UNAVAILABLE))
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("weights", ["INT8", "BF16"])
+def test_drafted_ids_equal_plain_ids_on_the_native_engine(engine_dirs, weights, temperature):
+    """Draft lengths 1 to 8, prompts of several lengths together, 1 and 2 threads: bit for bit the same ids."""
+    prompts = ["a", "one two one two", "The quick brown fox. The quick brown", "0123456789" * 3]
+    params = SamplingParams(temperature=temperature, top_k=2, seed=3, max_tokens=48)
+    plain = Runner.from_dir(engine_dirs[weights], drafter=None, engine="cpu", threads=1)
+    expected = [plain.generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts]
+    num_accepted_tokens = 0
+    for num_speculative_tokens in range(1, 9):
+        runner = Runner.from_dir(
+            engine_dirs[weights],
+            drafter_options={"num_speculative_tokens": num_speculative_tokens},
+            engine="cpu",
+            threads=1 + num_speculative_tokens % 2,
+        )
+        assert [output.outputs[0].token_ids for output in runner.generate(prompts, params)] == expected
+        num_accepted_tokens += runner.stats.num_accepted_tokens
+    assert num_accepted_tokens > 0
+
+
+def test_text_streams_as_it_is_generated(engine_dirs):
+    runner = Runner.from_dir(engine_dirs["INT8"])
+    params = SamplingParams(seed=5, max_tokens=40)
+    completion = runner.generate("hello", params)[0].outputs[0]
+    pieces = list(runner.stream("hello", params))
+    assert [token for piece in pieces for token in piece.token_ids] == completion.token_ids
+    assert "".join(piece.text for piece in pieces) == completion.text
+
+
+def test_limits_come_from_the_manifest(engine_dir):
+    with pytest.raises(QuasarError, match="num_speculative_tokens is 9; allowed: at most 8"):
+        open_runner(engine_dir, drafter_options={"num_speculative_tokens": 9})
+    runner = open_runner(engine_dir)
+    with pytest.raises(QuasarError, match="has 256 tokens; allowed: at most 255"):
+        runner.generate([1] * 256)
+
+
+@pytest.mark.parametrize(("named", "expected"), [(7, (7,)), ([2, 7], (2, 7)), (None, ())])
+def test_end_of_sequence_ids_of_the_generation_config(engine_dir, named, expected):
+    path = engine_dir / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": named}))
+    try:
+        assert open_runner(engine_dir).eos_token_ids == expected
+    finally:
+        path.unlink()
+
+
+def test_text_without_a_tokenizer_is_refused(engine_dir):
+    with pytest.raises(QuasarError, match="no tokenizer"):
+        open_runner(engine_dir).generate("hello")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drafter": "ngrams"}, "did you mean 'ngram'"),
+        ({"drafter_options": {"prompt_lookup": 2}}, "unknown ngram drafter option 'prompt_lookup'"),
+        ({"engine": "referense"}, "did you mean 'reference'"),
+    ],
+)
+def test_unknown_name_is_refused(engine_dir, options, message):
+    with pytest.raises(QuasarError, match=message):
+        Runner.from_dir(engine_dir, **options)
+
+
+def test_missing_directory_is_refused(tmp_path):
+    with pytest.raises(QuasarError, match="does not exist"):
+        Runner.from_dir(tmp_path / "absent")
+
+
+def test_token_ids_need_no_transformers(engine_dir):
+    program = f"""
+import sys
+from quasar_trt import Runner, SamplingParams
+import quasar_trt.runner
+assert "torch" not in sys.modules
+runner = Runner.from_dir({str(engine_dir)!r}, engine="reference")
+ids = [token for output in runner.stream([1, 2, 3], SamplingParams(max_tokens=4)) for token in output.token_ids]
+assert len(ids) == 4 and "transformers" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

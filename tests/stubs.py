@@ -1,0 +1,192 @@
+"""Stand-ins without weights: an engine with prescribed logits, a drafter with prescribed proposals, a byte tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+
+from quasar_trt.drafters.base import Draft, Drafter, DraftRequest
+from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep
+
+
+def one_hot_logits(token: int, vocab: int) -> np.ndarray:
+    """A row whose argmax is `token`, by far."""
+    row = np.zeros(vocab, np.float32)
+    row[token] = 100.0
+    return row
+
+
+def random_logits(vocab: int, seed: int = 0, spread: float = 2.0) -> Callable[[tuple[int, ...]], np.ndarray]:
+    """Prefix -> a row of seeded normal logits that depends on every id of the prefix."""
+
+    def row(prefix: tuple[int, ...]) -> np.ndarray:
+        generator = np.random.default_rng([seed, len(prefix), *prefix])
+        return generator.normal(0.0, spread, vocab).astype(np.float32)
+
+    return row
+
+
+def chain_logits(chain: Sequence[int], num_prompt_tokens: int, vocab: int) -> Callable[[tuple[int, ...]], np.ndarray]:
+    """Prefix -> a row that makes the output `chain`, whatever was emitted; its last id repeats."""
+
+    def row(prefix: tuple[int, ...]) -> np.ndarray:
+        return one_hot_logits(chain[min(len(prefix) - num_prompt_tokens, len(chain) - 1)], vocab)
+
+    return row
+
+
+@dataclass
+class Pass:
+    """What one call of `step` brought, per sequence, and the positions it verified."""
+
+    sequences: list[int]
+    tokens: list[list[int]]
+    drafts: list[tuple[int, ...]]
+    positions: list[range]
+    needs_logits: list[bool]
+
+
+@dataclass
+class StubEngine(Engine):
+    """Logits prescribed as a function of all ids up to the row's own; the cache is a list of ids per sequence.
+
+    passes: every call of `step`; accepted: what came out of it. closed: handles in the order of closing.
+    """
+
+    logits: Callable[[tuple[int, ...]], np.ndarray]
+    vocab: int
+    max_seq_len: int = 256
+    max_rows: int = 64
+    weight_bytes_per_step: int = 0
+    passes: list[Pass] = field(default_factory=list)
+    accepted: list[list[Acceptance | None]] = field(default_factory=list)
+    caches: dict[int, list[int]] = field(default_factory=dict)
+    closed: list[int] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.config = SimpleNamespace(vocab_size=self.vocab)
+        self.capabilities = Capabilities(
+            max_rows=self.max_rows, accepts_inside=False, tree=False, hidden_states=False, fork=True, exact=True
+        )
+
+    def open(self) -> int:
+        handle = len(self.caches) + len(self.closed)
+        self.caches[handle] = []
+        return handle
+
+    def fork(self, sequence: int) -> int:
+        handle = self.open()
+        self.caches[handle] = list(self._cache(sequence))
+        return handle
+
+    def close(self, sequence: int) -> None:
+        self._cache(sequence)
+        del self.caches[sequence]
+        self.closed.append(sequence)
+
+    def length(self, sequence: int) -> int:
+        return len(self._cache(sequence))
+
+    def truncate(self, sequence: int, length: int) -> None:
+        cache = self._cache(sequence)
+        if length > len(cache):
+            raise ValueError(f"sequence {sequence} holds {len(cache)} tokens, fewer than {length}")
+        del cache[length:]
+
+    def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
+        starts = [self.length(item.sequence) for item in batch]
+        rows = [len(item.tokens) + len(item.draft) for item in batch]
+        if sum(rows) > self.max_rows:
+            raise ValueError(f"{sum(rows)} rows, more than max_rows, {self.max_rows}")
+        for start, count in zip(starts, rows, strict=True):
+            if start + count > self.max_seq_len:
+                raise ValueError(f"position {start + count - 1} reached, max_seq_len is {self.max_seq_len}")
+        self.passes.append(
+            Pass(
+                sequences=[item.sequence for item in batch],
+                tokens=[list(item.tokens) for item in batch],
+                drafts=[item.draft.ids for item in batch],
+                positions=[range(start, start + count) for start, count in zip(starts, rows, strict=True)],
+                needs_logits=[item.needs_logits for item in batch],
+            )
+        )
+        self.accepted.append([self._step_one(index, item, accept) for index, item in enumerate(batch)])
+        return self.accepted[-1]
+
+    def _step_one(self, index: int, item: SequenceStep, accept: Accept) -> Acceptance | None:
+        assert item.tokens, "a sequence needs at least one committed token"
+        cache = self._cache(item.sequence)
+        cache.extend(item.tokens)
+        if not item.needs_logits:
+            return None
+        committed = len(cache)
+        cache.extend(item.draft.ids)
+        rows = [self.logits(tuple(cache[: committed + row])) for row in range(len(item.draft) + 1)]
+        acceptance = accept(index, np.array(rows, np.float32))
+        self.truncate(item.sequence, committed + acceptance.num_accepted_tokens)
+        return acceptance
+
+    def _cache(self, sequence: int) -> list[int]:
+        if sequence not in self.caches:
+            raise ValueError(f"sequence {sequence} is not open")
+        return self.caches[sequence]
+
+
+class StubDrafter(Drafter):
+    """Proposes what `rule(context, limit)` says (a list of ids, or ids with [len, vocab] probabilities).
+
+    calls: (hook, request id, argument) of every call but propose; asked: the requests it was asked about.
+    """
+
+    def __init__(self, rule: Callable[[Sequence[int], int], object], num_speculative_tokens: int = 8):
+        self.rule = rule
+        self.num_speculative_tokens = num_speculative_tokens
+        self.calls: list[tuple] = []
+        self.asked: list[tuple[int, int]] = []
+
+    def start(self, request_id: int, context: Sequence[int]) -> None:
+        self.calls.append(("start", request_id, tuple(context)))
+
+    def propose(self, batch: Sequence[DraftRequest]) -> list[Draft]:
+        self.asked += [(request.request_id, len(request.context)) for request in batch]
+        return [self._propose_one(request) for request in batch]
+
+    def _propose_one(self, request: DraftRequest) -> Draft:
+        limit = min(request.limit, self.num_speculative_tokens)
+        proposal = self.rule(request.context, limit)
+        ids, probs = proposal if isinstance(proposal, tuple) else (proposal, None)
+        return Draft(tuple(ids[:limit]), probs=None if probs is None else probs[:limit])
+
+    def observe(self, request_id: int, emitted: Sequence[int], num_accepted_tokens: int) -> None:
+        self.calls.append(("observe", request_id, tuple(emitted), num_accepted_tokens))
+
+    def stop(self, request_id: int) -> None:
+        self.calls.append(("stop", request_id))
+
+
+def perfect_rule(logits: Callable[[tuple[int, ...]], np.ndarray]) -> Callable[[Sequence[int], int], list[int]]:
+    """Drafts exactly what the engine with these logits emits greedily."""
+
+    def rule(context: Sequence[int], limit: int) -> list[int]:
+        ids = list(context)
+        for _ in range(limit):
+            ids.append(int(np.argmax(logits(tuple(ids)))))
+        return ids[len(context) :]
+
+    return rule
+
+
+class ByteTokenizer:
+    """One token per byte; id 256 is the end of sequence and gives no text."""
+
+    bos_token_id = None
+    eos_token_id = 256
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": list(text.encode())}
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return bytes(token for token in token_ids if token < 256).decode(errors="replace")
