@@ -19,18 +19,20 @@ class Linear:
     """A quantized linear of one layer; weight [out_features, in_features].
 
     name: checkpoint name below `transformer.layers.{i}.`.
-    sources: Hugging Face names below the layer, concatenated along the output dimension.
+    sources: Hugging Face names below the layer, concatenated along the output dimension, each with its rows.
     norm: the norm that absorbs the smoother (shared by all linears that name it), or None for an explicit smoother
         that divides the input at run time.
     bias: whether this configuration has a bias here.
     """
 
     name: str
-    sources: tuple[str, ...]
-    out_features: Size
+    sources: dict[str, Size]
     in_features: Size
     norm: str | None
     bias: Callable[[ModelConfig], bool]
+
+    def out_features(self, config: ModelConfig) -> int:
+        return sum(rows(config) for rows in self.sources.values())
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,18 @@ _LLAMA = Architecture(
     linears=(
         Linear(
             "attention.qkv",
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            lambda c: c.qkv_size,
+            {
+                "self_attn.q_proj": lambda c: c.attention_size,
+                "self_attn.k_proj": lambda c: c.kv_size,
+                "self_attn.v_proj": lambda c: c.kv_size,
+            },
             lambda c: c.hidden_size,
             "input_layernorm",
             lambda c: c.qkv_bias,
         ),
         Linear(
             "attention.dense",
-            ("self_attn.o_proj",),
-            lambda c: c.hidden_size,
+            {"self_attn.o_proj": lambda c: c.hidden_size},
             lambda c: c.attention_size,
             None,
             lambda c: c.dense_bias,
@@ -66,24 +70,21 @@ _LLAMA = Architecture(
         # TensorRT-LLM calls the gate projection `fc` and the up projection `gate`.
         Linear(
             "mlp.fc",
-            ("mlp.gate_proj",),
-            lambda c: c.intermediate_size,
+            {"mlp.gate_proj": lambda c: c.intermediate_size},
             lambda c: c.hidden_size,
             "post_layernorm",
             lambda c: c.mlp_bias,
         ),
         Linear(
             "mlp.gate",
-            ("mlp.up_proj",),
-            lambda c: c.intermediate_size,
+            {"mlp.up_proj": lambda c: c.intermediate_size},
             lambda c: c.hidden_size,
             "post_layernorm",
             lambda c: c.mlp_bias,
         ),
         Linear(
             "mlp.proj",
-            ("mlp.down_proj",),
-            lambda c: c.hidden_size,
+            {"mlp.down_proj": lambda c: c.hidden_size},
             lambda c: c.intermediate_size,
             None,
             lambda c: c.mlp_bias,

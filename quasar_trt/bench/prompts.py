@@ -1,0 +1,68 @@
+"""Benchmark prompts: a JSONL file, one object per line with "prompt", "turns" or "messages" and perhaps a "task"."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from quasar_trt.errors import QuasarError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a group of prompts of the same kind.
+
+    messages: [{"role": ..., "content": ...}], as a chat template takes them.
+    """
+
+    task: str
+    messages: tuple[dict[str, str], ...]
+
+    @property
+    def text(self) -> str:
+        """The contents without the chat template."""
+        return "\n\n".join(message["content"] for message in self.messages)
+
+
+def load_prompts(path: Path, limit_per_task: int | None = None) -> list[Prompt]:
+    """The file's prompts in order, at most `limit_per_task` of each task.
+
+    Of "turns" only the first is used. Raises QuasarError naming the line that cannot be used.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise QuasarError(f"cannot read prompts {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise QuasarError(f"prompts {path} are not UTF-8 text; allowed: JSON Lines") from None
+    prompts = [_prompt(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise QuasarError(f"prompts {path} hold no line; allowed: JSON Lines with 'prompt', 'turns' or 'messages'")
+    seen: Counter[str] = Counter()
+    chosen = []
+    for prompt in prompts:
+        seen[prompt.task] += 1
+        if limit_per_task is None or seen[prompt.task] <= limit_per_task:
+            chosen.append(prompt)
+    return chosen
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise QuasarError(f"{where} is not JSON: {error}") from None
+    match values:
+        case {"messages": [_, *_] as messages} if all(_is_message(message) for message in messages):
+            pass
+        case {"turns": [str(text), *_]} | {"prompt": str(text)} if text:
+            messages = [{"role": "user", "content": text}]
+        case _:
+            raise QuasarError(f"{where} holds no text under 'prompt', 'turns' or 'messages'")
+    return Prompt(str(values.get("task", "prompts")), tuple(messages))
+
+
+def _is_message(value) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))

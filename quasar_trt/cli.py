@@ -1,0 +1,202 @@
+"""The command line: quasar-trt build | generate | bench | info.
+
+Only click and the light modules are imported here; each command imports what it needs when it runs, so `--help` is quick.
+Options are accepted in both spellings, `--output-dir` and `--output_dir`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from quasar_trt import __version__
+from quasar_trt.bench.options import BenchOptions
+from quasar_trt.cli_options import ENGINE, PATH, THREADS, Group, drafter_options, field_option, usage_message
+from quasar_trt.errors import QuasarError
+from quasar_trt.recipe import QUANTIZATIONS, Recipe
+from quasar_trt.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quasar_trt.metrics import SpeculationMetrics
+
+
+@click.group(
+    cls=Group,
+    context_settings={
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+    },
+)
+@click.version_option(__version__, "--version", message="quasar-trt %(version)s")
+def cli():
+    """Speculative decoding whose verifier is a smoothed INT8 engine."""
+
+
+@cli.command()
+@click.argument("model")
+@click.option("--output-dir", type=PATH, required=True, help="Engine directory to make.")
+@field_option(Recipe, "quantization", "Weights: int8 (W8A8) or none (BF16).", type=click.Choice(QUANTIZATIONS))
+@field_option(Recipe, "smoothquant", "Smoothing exponent alpha, 0 to 1.", type=float, metavar="ALPHA")
+@field_option(Recipe, "quantize_lm_head", "Store the head as INT8 too.", flag=True)
+@click.option(
+    "--calib-dataset", type=PATH, metavar="FILE", help="Calibration text; without it the model writes its own."
+)
+@click.option("--calib-size", type=int, default=16, show_default=True, help="Calibration samples.")
+@click.option("--calib-max-seq-length", type=int, default=256, show_default=True, help="Tokens per calibration sample.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the self-written calibration text.")
+@click.option("--max-batch-size", type=int, default=16, show_default=True, help="Most requests per pass.")
+@click.option("--max-seq-len", type=int, help="Most tokens per sequence; the model's own limit by default.")
+@click.option(
+    "--max-draft-len", type=int, default=16, show_default=True, help="Most draft tokens per request and pass."
+)
+@click.option("--force", is_flag=True, help="Replace an existing output directory.")
+def build(model, output_dir, **options):
+    """Build a model into an engine directory.
+
+    MODEL is a Hugging Face directory, a hub id or a GGUF file.
+    """
+    recipe = Recipe(**{field.name: options.pop(field.name) for field in dataclasses.fields(Recipe)})
+
+    from quasar_trt.builders.build import build as build_engine
+
+    build_engine(model, output_dir, recipe, **options)
+
+
+@cli.command()
+@click.argument("engine_dir", type=PATH)
+@click.argument("prompt", nargs=-1, required=True)
+@click.option("--chat", is_flag=True, help="Put each prompt into the model's chat template.")
+@drafter_options("none")
+@field_option(SamplingParams, "max_tokens", "Most tokens to emit.", type=int)
+@field_option(SamplingParams, "temperature", "0 is greedy.", type=float)
+@field_option(SamplingParams, "top_p", "Keep the most probable tokens that reach this probability.", type=float)
+@field_option(SamplingParams, "top_k", "Keep this many most probable tokens; 0 keeps all.", type=int)
+@field_option(SamplingParams, "seed", "Fixes the sampled tokens; drawn from the system by default.", type=int)
+@field_option(SamplingParams, "ignore_eos", "Go on past the end-of-sequence token.", flag=True)
+@ENGINE
+@THREADS
+@click.option("--stats/--no-stats", default=True, help="One line about acceptance and speed, on stderr.")
+def generate(engine_dir, prompt, chat, drafter, drafter_option, engine, threads, stats, **sampling):
+    """Continue prompts, streaming to the terminal.
+
+    Each PROMPT is continued in turn by the engine in ENGINE_DIR; '-' reads one from standard input.
+    """
+    sampling_params = SamplingParams(**sampling)
+
+    from quasar_trt.decode_clock import DecodeClock
+    from quasar_trt.runner import Runner
+
+    runner = Runner.from_dir(
+        engine_dir,
+        drafter=None if drafter == "none" else drafter,
+        drafter_options=dict(drafter_option),
+        engine=engine,
+        threads=threads,
+    )
+    clock = DecodeClock()
+    for text in prompt:
+        request = sys.stdin.read() if text == "-" else text
+        if chat:
+            request = runner.chat_ids([{"role": "user", "content": request}])
+        for output in clock.time(runner.stream(request, sampling_params)):
+            click.echo(output.text, nl=False)
+        click.echo()
+    if stats:
+        click.echo(stats_line(runner.stats, clock.tokens_per_second), err=True)
+
+
+def stats_line(stats: SpeculationMetrics, tokens_per_second: float | None) -> str:
+    """One line about acceptance and speed, in the words of llama.cpp."""
+    parts = []
+    if stats.num_draft_tokens:
+        accepted = f"{stats.num_accepted_tokens} accepted / {stats.num_draft_tokens} drafted"
+        parts.append(f"draft acceptance = {stats.acceptance_rate:.3f} ({accepted})")
+    parts.append(f"mean acceptance length = {stats.mean_acceptance_length:.2f}")
+    if tokens_per_second is not None:
+        parts.append(f"{tokens_per_second:.1f} tokens/s")
+    return ", ".join(parts)
+
+
+@cli.command()
+@click.option("--int8", type=PATH, required=True, metavar="DIR", help="Engine with INT8 weights.")
+@click.option("--bf16", type=PATH, required=True, metavar="DIR", help="Engine of the same model with BF16 weights.")
+@click.option("--prompts", type=PATH, required=True, metavar="FILE", help="JSON Lines with prompt, turns or messages.")
+@click.option("--limit-per-task", type=click.IntRange(min=1), help="Use only the first N prompts of each task.")
+@drafter_options()
+@field_option(BenchOptions, "repeats", "Times that each cell decodes each prompt.", type=int)
+@field_option(BenchOptions, "max_tokens", "Most tokens to emit per prompt.", type=int)
+@field_option(BenchOptions, "temperature", "0 is greedy.", type=float)
+@field_option(BenchOptions, "seed", "Seed of every request.", type=int)
+@field_option(BenchOptions, "ignore_eos", "Go on past the end-of-sequence token.", flag=True)
+@field_option(BenchOptions, "raw", "Encode prompts as they are, without the chat template.", flag=True)
+@THREADS
+@click.option("--output", type=PATH, metavar="FILE", help="Save every figure and run as JSON.")
+def bench(int8, bf16, prompts, limit_per_task, output, drafter_option, **options):
+    """Compare BF16 and INT8, plain and drafted.
+
+    The four cells run interleaved, prompt by prompt, each in a process of its own.
+    """
+    from quasar_trt.bench.prompts import load_prompts
+
+    if output and not output.parent.is_dir():
+        raise QuasarError(f"--output: directory {output.parent} does not exist")
+    options = BenchOptions(drafter_options=dict(drafter_option), **options)
+    prompts = load_prompts(prompts, limit_per_task)
+
+    from rich.console import Console
+
+    from quasar_trt.bench.run import run_bench
+
+    report = run_bench({"BF16": bf16, "INT8": int8}, prompts, options, Console(stderr=True))
+    report.show(Console())
+    if output:
+        output.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+
+
+@cli.command()
+@click.argument("engine_dir", type=PATH, required=False)
+@click.option("--verify", is_flag=True, help="Hash every weight file and compare with the manifest.")
+def info(engine_dir, verify):
+    """Describe an engine directory or this machine.
+
+    Without ENGINE_DIR: what this machine can run.
+    """
+    from rich.console import Console
+
+    from quasar_trt.info import show_engine, show_machine, verify_engine
+
+    console = Console()
+    if engine_dir is None:
+        if verify:
+            raise QuasarError("--verify needs an ENGINE_DIR")
+        show_machine(console)
+        return
+    show_engine(engine_dir, console)
+    if verify:
+        verify_engine(engine_dir, console, Console(stderr=True))
+
+
+def main() -> None:
+    """The console script: a user's error is one line on stderr and exit code 1, Ctrl-C is exit code 130."""
+    try:
+        cli.main(sys.argv[1:] or ["--help"], prog_name="quasar-trt", standalone_mode=False)
+    except QuasarError as error:
+        fail(str(error))
+    except click.UsageError as error:
+        fail(usage_message(error))
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+
+
+def fail(message: str) -> None:
+    click.echo(f"error: {message}", err=True)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""What `quasar-trt info` prints: this machine, or one engine directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from quasar_trt.checkpoint import Checkpoint
+from quasar_trt.errors import QuasarError
+from quasar_trt.machine import describe_machine
+from quasar_trt.manifest import Manifest
+from quasar_trt.recipe import Recipe
+
+
+def facts_table(title: str, facts: dict[str, object]) -> Table:
+    """Two columns, label and value."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        show_header=False,
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in facts.items():
+        table.add_row(label, Text(str(value)))  # Text: brackets in values are no markup
+    return table
+
+
+def show_machine(console: Console) -> None:
+    console.print(facts_table("this machine", describe_machine()))
+
+
+def show_engine(directory: Path, console: Console) -> None:
+    """Manifest, model, sizes and fidelity. Raises QuasarError for a directory that is no sound engine."""
+    manifest = Manifest.open(directory)
+    console.print(facts_table(str(directory), _manifest_facts(manifest)), "")
+    if (directory / "checkpoint").is_dir():
+        model = Checkpoint.open(directory / "checkpoint").config
+        console.print(facts_table("model", _model_facts(model)), "")
+    console.print(_files_table(manifest), "")
+    console.print(_fidelity_table(directory / "fidelity.json"))
+
+
+def verify_engine(directory: Path, console: Console, progress: Console) -> None:
+    """Hashes every weight file. Raises QuasarError naming the first that differs."""
+    manifest = Manifest.open(directory)
+    with progress.status(f"hashing {len(manifest.files)} files ..."):
+        manifest.verify(directory)
+    console.print(f"every weight file has the sha256 of the manifest ({len(manifest.files)} files)")
+
+
+def size_text(count: int | float) -> str:
+    """Bytes for people, decimal units as memory bandwidth is quoted: 269060544 -> "269.1 MB"."""
+    for unit, step in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= step:
+            return f"{count / step:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def _manifest_facts(manifest: Manifest) -> dict[str, object]:
+    limits, calibration = manifest.limits, manifest.calibration
+    facts = {
+        "format version": manifest.format_version,
+        "built by": ", ".join(f"{name} {version}" for name, version in manifest.producer.items()),
+        "source": f"{manifest.source['path']} ({manifest.source['kind']})",
+        "target": f"{manifest.target}, {manifest.tp_size} rank{'s' if manifest.tp_size > 1 else ''}",
+        "limits": f"batch {limits.max_batch_size}, sequence {limits.max_seq_len} tokens, draft {limits.max_draft_len} tokens",
+        "recipe": _recipe_text(manifest.recipe),
+        "calibration": _calibration_text(calibration) if calibration else "none",
+    }
+    notices = manifest.source.get("notices")
+    return facts | ({"notices": "\n".join(notices)} if notices else {})
+
+
+def _recipe_text(recipe: Recipe) -> str:
+    if not recipe.quantized:
+        return "BF16 weights, float activations"
+    head = "INT8 head with 16-bit activations" if recipe.quantize_lm_head else "BF16 head"
+    return (
+        f"INT8 weights per output channel, INT8 activations per token, smoothing alpha {recipe.smoothquant:g}, {head}"
+    )
+
+
+def _calibration_text(calibration: dict) -> str:
+    """Numbers and names; a table, such as the outliers per linear, by its number of entries."""
+    parts = {key: len(value) if isinstance(value, dict) else value for key, value in calibration.items()}
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in parts.items())
+
+
+def _model_facts(model) -> dict[str, object]:
+    return {
+        "architecture": model.architecture,
+        "layers": model.num_hidden_layers,
+        "hidden / intermediate": f"{model.hidden_size} / {model.intermediate_size}",
+        "heads / KV heads": f"{model.num_attention_heads} / {model.num_key_value_heads} of {model.head_size}",
+        "vocabulary": f"{model.vocab_size}, head {'tied' if model.tie_word_embeddings else 'not tied'}",
+    }
+
+
+def _files_table(manifest: Manifest) -> Table:
+    table = Table(
+        title="weight files", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1)
+    )
+    table.add_column("file")
+    table.add_column("size", justify="right")
+    table.add_column("sha256")
+    for name, record in manifest.files.items():
+        table.add_row(name, size_text(record.size), f"{record.sha256[:16]}...")
+    return table
+
+
+def _fidelity_table(path: Path) -> Table:
+    """Scalars of fidelity.json; longer parts (per layer) are left to the file."""
+    if not path.exists():
+        return facts_table("fidelity to the source model", {"not measured": "the directory holds no fidelity.json"})
+    try:
+        fidelity = json.loads(path.read_text())
+    except OSError as error:
+        raise QuasarError(f"cannot read {path}: {error.strerror}; build the engine again") from None
+    except ValueError:
+        raise QuasarError(f"{path} is damaged: not JSON; build the engine again") from None
+    scalars = {key: value for key, value in fidelity.items() if isinstance(value, (int, float, str))}
+    return facts_table(
+        "fidelity to the source model",
+        {
+            key.replace("_", " "): f"{value:.5g}" if isinstance(value, float) else value
+            for key, value in scalars.items()
+        },
+    )

@@ -1,0 +1,125 @@
+"""What this machine can run: processor, native extension, compiler, GPU and optional stacks.
+
+Everything is looked up without importing a heavy package, and nothing here fails because something is absent.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+# Features that decide how fast integer and BF16 arithmetic can be, in the spelling of /proc/cpuinfo.
+X86_FEATURES = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16")
+MATRIX_FEATURES = ("amx_int8", "amx_bf16")
+ARM_FEATURES = ("asimd", "asimddp", "i8mm", "bf16", "sve")
+
+# Distribution -> the extra that installs it; "" for those that every installation has.
+STACKS = {
+    "torch": "",
+    "transformers": "",
+    "gguf": "gguf",
+    "triton": "triton",
+    "mpi4py": "mpi",
+    "tensorrt": "tensorrt",
+    "tensorrt-rtx": "tensorrt-rtx",
+    "tensorrt-llm": "tensorrt-llm",
+}
+
+
+def describe_machine() -> dict[str, str]:
+    """Label -> one line of text, for `quasar-trt info` and for the environment of a benchmark."""
+    return {
+        "quasar-trt": version_of("quasar-trt") or "not installed as a package",
+        "Python": f"{platform.python_version()} ({sys.executable})",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": f"{cpu_model()}, {usable_cpus()} usable CPUs",
+        "features": " ".join(cpu_features()) or "none of those that the kernels use",
+        "memory": memory(),
+        "native engine": native_engine(),
+        "compiler": compiler(),
+        "GPU": gpu(),
+        "MPI": shutil.which("mpirun") or "no mpirun on PATH",
+        **{name: version_of(name) or missing(extra) for name, extra in STACKS.items()},
+    }
+
+
+def version_of(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def missing(extra: str) -> str:
+    return f"not installed (pip install 'quasar-trt[{extra}]')" if extra else "not installed"
+
+
+def _cpuinfo(*keys: str) -> str:
+    """The first value in /proc/cpuinfo under any of `keys`, or ""."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() in keys:
+            return value.strip()
+    return ""
+
+
+def cpu_model() -> str:
+    return _cpuinfo("model name", "Processor") or platform.processor() or platform.machine()
+
+
+def cpu_features() -> list[str]:
+    """Those of the features above that this processor reports."""
+    found = set(_cpuinfo("flags", "Features").split())
+    return [feature for feature in (*X86_FEATURES, *MATRIX_FEATURES, *ARM_FEATURES) if feature in found]
+
+
+def usable_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory() -> str:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return "unknown"
+    return f"{total / 2**30:.1f} GiB"
+
+
+def native_engine() -> str:
+    """Which native kernels the cpu engine would use, or why there is no native engine."""
+    from quasar_trt.plugins import native
+
+    if native.UNAVAILABLE:
+        return f"not available, the reference engine is used: {native.UNAVAILABLE}"
+    best, *others = native.isa_names()
+    return f"available, kernels: {best}" + (f" (also runnable: {', '.join(others)})" if others else "")
+
+
+def _first_line(*command: str) -> str | None:
+    """First line that `command` prints, None when it cannot be run."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip().partition("\n")[0] or None
+
+
+def compiler() -> str:
+    for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
+        if line := _first_line(name, "--version"):
+            return line
+    return "none found (g++ or clang++ is needed to compile the native engine)"
+
+
+def gpu() -> str:
+    query = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    return _first_line("nvidia-smi", *query) or "none found"

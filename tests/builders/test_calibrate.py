@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny_tokenizer import save_tokenizer
+
+from quasar_trt.builders.calibrate import ChannelMaxima, dataset_ids, read_dataset
+from quasar_trt.errors import QuasarError
+from quasar_trt.tokenizer import load_tokenizer
+
+
+def test_maxima_are_kept_per_channel_over_all_passes():
+    observer = ChannelMaxima()
+    observer("a", torch.tensor([[1.0, -4.0], [-2.0, 0.0]]))
+    observer("b", torch.tensor([[0.0, 1.0, 0.0]]))
+    observer("a", torch.tensor([[0.5, 5.0]]))
+    assert observer.maxima["a"].tolist() == [2.0, 5.0]
+    assert observer.maxima["a"].dtype == torch.float32
+    assert observer.rows == 3
+    assert observer.report()["dead_channels"] == 2
+
+
+def test_text_lines_and_every_json_field_are_read_and_blanks_skipped(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("one\n\n   \ntwo\n")
+    assert read_dataset(text) == ["one", "two"]
+    rows = [{"text": "a"}, {"prompt": "b"}, {"turns": ["c", "d"]}, {"text": " "}, {"other": "e"}, 7]
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    assert read_dataset(lines) == ["a", "b", "c\nd"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.txt", b"\n \n", ["no usable text", "non-empty lines"]),
+        ("a.jsonl", b'{"other": 1}\n', ["no usable text", "text, prompt, turns"]),
+        ("a.jsonl", b'{"text": "x"}\n{"text"\n', ["line 2", "not JSON"]),
+        ("a.csv", b"x", [".txt", ".jsonl"]),
+        ("a.txt", b"\xff\xfe\xff", ["not UTF-8"]),
+        ("a.txt", None, ["cannot read"]),
+    ],
+)
+def test_unusable_files_are_named(tmp_path, name, content, words):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(QuasarError) as error:
+        read_dataset(tmp_path / name)
+    for word in [name, *words]:
+        assert word in str(error.value)
+
+
+def test_over_long_texts_are_cut_and_only_the_first_are_used(tmp_path):
+    save_tokenizer(tmp_path)
+    (tmp_path / "a.txt").write_text("abcdef\nxy\nmore\n")
+    ids = dataset_ids(tmp_path / "a.txt", load_tokenizer(tmp_path), 2, 4)
+    assert [len(text) for text in ids] == [4, 2]

@@ -1,0 +1,268 @@
+"""Hugging Face directories: what is read, and what is refused in one line before any weight is read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import checkpoint_tensors, model_config, save_hf, tiny_llama
+from tiny_tokenizer import save_tokenizer
+
+from quasar_trt.builders.convert import convert
+from quasar_trt.builders.hf_config import model_config as parse
+from quasar_trt.builders.source import open_source
+from quasar_trt.errors import QuasarError
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+}
+
+
+def edit(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def refusal(model) -> str:
+    with pytest.raises(QuasarError) as error:
+        open_source(str(model))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+@pytest.mark.parametrize("overrides", [{}, {"attention_bias": True, "mlp_bias": True}])
+def test_tensors_and_config_equal_the_models(tmp_path, shard, overrides):
+    model = tiny_llama(3, **overrides)
+    source = open_source(str(save_hf(model, tmp_path, shard)))
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1 or shard == "5GB"
+    expected_config, expected = checkpoint_tensors(model)
+    assert source.config == expected_config == model_config(model)
+    found = convert(source, lambda count: None)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor.float()), name
+
+
+def test_tied_head_is_the_embedding(tmp_path):
+    model = tiny_llama(4, tie_word_embeddings=True)
+    source = open_source(str(save_hf(model, tmp_path)))
+    assert "lm_head.weight" not in source.names
+    tensors = convert(source, lambda count: None)
+    assert tensors["lm_head.weight"] is tensors["transformer.vocab_embedding.weight"]
+
+
+def test_tied_with_a_head_of_its_own_is_accepted_only_when_equal(tmp_path):
+    save_hf(tiny_llama(4, tie_word_embeddings=True), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    open_source(str(tmp_path))
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert "differs from the embedding" in refusal(tmp_path)
+
+
+def test_untied_without_a_head_is_refused(tmp_path):
+    save_hf(tiny_llama(4, tie_word_embeddings=True), tmp_path)
+    edit(tmp_path, tie_word_embeddings=False)
+    assert "missing lm_head.weight [131, 48]" in refusal(tmp_path)
+
+
+def test_every_missing_shard_and_tensor_is_listed(tmp_path):
+    save_hf(tiny_llama(5), tmp_path, "20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    shards = sorted(set(values["weight_map"].values()))
+    for shard in shards[:2]:
+        (tmp_path / shard).unlink()
+    values["weight_map"]["model.norm.weight"] = shards[-1]
+    values["weight_map"]["model.extra.weight"] = shards[-1]
+    index.write_text(json.dumps(values))
+    message = refusal(tmp_path)
+    assert f"shard {shards[0]} is missing" in message
+    assert f"shard {shards[1]} is missing" in message
+    assert f"model.extra.weight is not in {shards[-1]}, where the index puts it" in message
+
+
+def test_every_wrong_shape_is_listed_from_the_headers_alone(tmp_path):
+    save_hf(tiny_llama(6), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = torch.zeros(47)
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(48, 80)
+    del tensors["model.layers.0.input_layernorm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    message = refusal(tmp_path)
+    assert "model.norm.weight has shape [47], config.json says [48]" in message
+    assert "model.layers.1.mlp.up_proj.weight has shape [48, 80], config.json says [80, 48]" in message
+    assert "missing model.layers.0.input_layernorm.weight [48]" in message
+
+
+def test_unexpected_tensors_are_noted_and_harmless_buffers_are_not(tmp_path):
+    save_hf(tiny_llama(7), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    tensors["model.surprise.weight"] = torch.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    notices = open_source(str(tmp_path)).notices
+    assert "unexpected tensors are not used: model.surprise.weight" in notices
+    assert not any("inv_freq" in notice for notice in notices)
+
+
+def test_float16_is_widened_and_integers_are_refused(tmp_path):
+    save_hf(tiny_llama(8), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = torch.full((48,), 1.0009765625, dtype=torch.float16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    read = open_source(str(tmp_path)).tensor("model.norm.weight")
+    assert read.dtype == torch.float32
+    assert read[0] == 1.0009765625
+    tensors["model.norm.weight"] = torch.zeros(48, dtype=torch.int8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert "model.norm.weight has dtype I8, allowed: BF16, F16, F32" in refusal(tmp_path)
+
+
+def test_missing_and_truncated_files(tmp_path):
+    assert "does not exist" in refusal(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "cannot read" in refusal(tmp_path / "empty") and "config.json" in refusal(tmp_path / "empty")
+    directory = save_hf(tiny_llama(9), tmp_path / "model")
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "truncated" in refusal(directory)
+    weights.unlink()
+    assert "neither model.safetensors nor" in refusal(directory)
+    (directory / "pytorch_model.bin").touch()
+    assert "safe_serialization=True" in refusal(directory)
+    (directory / "config.json").write_text("{")
+    assert "is not JSON" in refusal(directory)
+
+
+def test_a_failing_hub_gives_one_line(monkeypatch):
+    import huggingface_hub
+
+    def fail(*args, **kwargs):
+        raise ConnectionError("no route to host\nand a second line")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    message = refusal("someone/some-model")
+    assert message.startswith("'someone/some-model' is no directory or file here") and "no route to host" in message
+
+
+def test_a_hub_model_is_refused_before_its_weights_are_fetched(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **k: str(tmp_path / "config.json"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("weights were fetched"))
+    assert "GPT2LMHeadModel" in refusal("someone/some-model")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["FalconForCausalLM"]}, ["unknown architecture", "FalconForCausalLM", "LlamaForCausalLM"]),
+        ({"architectures": None}, ["names no architecture", "LlamaForCausalLM"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config (gptq)"]),
+        ({"num_local_experts": 4}, ["LlamaForCausalLM", "num_local_experts = 4"]),
+        ({"sliding_window": 8}, ["sliding_window = 8"]),
+        ({"hidden_act": "gelu"}, ["hidden_act 'gelu'", "silu"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads 4", "num_key_value_heads 3"]),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5}, ["hidden_size 24", "num_attention_heads 5"]),
+        ({"head_dim": 7}, ["head size 7 is odd"]),
+        ({"hidden_size": "big"}, ["hidden_size = 'big'"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["unknown rope type 'yarn'"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["'factor'"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
+        ({"rope_theta": "x"}, ["rope_theta = 'x'"]),
+    ],
+)
+def test_a_config_that_cannot_be_honoured_is_refused(changes, words):
+    with pytest.raises(QuasarError) as error:
+        parse(CONFIG | changes, "here/config.json")
+    for word in ["here/config.json", *words]:
+        assert word in str(error.value)
+
+
+def test_a_config_without_sizes_lists_them_all():
+    with pytest.raises(QuasarError, match="lacks hidden_size, vocab_size"):
+        parse({key: value for key, value in CONFIG.items() if key not in ("hidden_size", "vocab_size")}, "c")
+
+
+@pytest.mark.parametrize(
+    ("changes", "base", "scaling"),
+    [
+        ({}, 10000.0, None),
+        ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 10000.0, {"type": "linear", "factor": 2.0}),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, 7e4, None),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 7e4}},
+            7e4,
+            {"rope_type": "linear", "factor": 4.0},
+        ),
+    ],
+)
+def test_rope_under_both_spellings(changes, base, scaling):
+    config = parse(CONFIG | changes, "c")
+    assert (config.rotary_base, config.rotary_scaling) == (base, scaling)
+
+
+def test_llama3_rope_parses():
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    assert parse(CONFIG | {"rope_scaling": scaling}, "c").rotary_scaling == scaling
+
+
+def test_explicit_head_dim_and_unused_window_are_accepted():
+    config = parse(CONFIG | {"head_dim": 8, "sliding_window": 4096, "use_sliding_window": False}, "c")
+    assert (config.head_size, config.attention_size, config.qkv_size) == (8, 32, 64)
+
+
+def test_end_of_text_ids_come_from_the_generation_config(tmp_path):
+    directory = save_hf(tiny_llama(1), tmp_path)
+    edit(directory, eos_token_id=5)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    assert open_source(str(directory)).eos_token_ids == (5,)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "temperature": 0.6}))
+    source = open_source(str(directory))
+    assert source.eos_token_ids == (2, 7)
+    (tmp_path / "out").mkdir()
+    source.write_tokenizer(tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written == {"eos_token_id": [2, 7], "temperature": 0.6}
+
+
+def test_no_end_of_text_id_is_written_as_none(tmp_path):
+    directory = save_hf(tiny_llama(1), tmp_path)
+    edit(directory, eos_token_id=None)
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    source = open_source(str(directory))
+    assert source.eos_token_ids == ()
+    (tmp_path / "out").mkdir()
+    source.write_tokenizer(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {}
+
+
+def test_the_tokenizer_is_copied_byte_for_byte(tmp_path):
+    directory = save_hf(tiny_llama(1, vocab_size=257), tmp_path / "model")
+    save_tokenizer(directory)
+    (tmp_path / "out").mkdir()
+    open_source(str(directory)).write_tokenizer(tmp_path / "out")
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (directory / name).read_bytes()
+    values = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert values["tokenizer_class"] == "PreTrainedTokenizerFast"

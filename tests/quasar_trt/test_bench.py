@@ -1,0 +1,199 @@
+"""The benchmark: prompts, figures from known runs, and all four cells on tiny engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from quasar_trt.bench.cell import CELLS, CellProcess, Measurement
+from quasar_trt.bench.options import BenchOptions
+from quasar_trt.bench.prompts import load_prompts
+from quasar_trt.bench.report import Report, Run
+from quasar_trt.bench.run import run_bench
+from quasar_trt.errors import QuasarError
+from quasar_trt.sampling_params import SamplingParams
+
+BF16_PLAIN, BF16_DRAFTED, INT8_PLAIN, INT8_DRAFTED = CELLS
+
+
+def write_prompts(path: Path, *lines: dict | str) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def text_of(report: Report) -> str:
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    report.show(console)
+    return console.export_text()
+
+
+def test_cells_are_weights_times_drafting():
+    assert [cell.name for cell in CELLS] == ["BF16 plain", "BF16 drafted", "INT8 plain", "INT8 drafted"]
+
+
+def test_prompts_of_every_form_are_read(tmp_path):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    path = write_prompts(
+        tmp_path / "p.jsonl",
+        {"prompt": "one"},
+        {"task": "qa", "turns": ["two", "never used"], "answer": 5},
+        "",
+        {"task": "chat", "messages": messages},
+    )
+    prompts = load_prompts(path)
+    assert [prompt.task for prompt in prompts] == ["prompts", "qa", "chat"]
+    assert [prompt.text for prompt in prompts] == ["one", "two", "Be brief.\n\nHi"]
+    assert prompts[1].messages == ({"role": "user", "content": "two"},)
+    assert list(prompts[2].messages) == messages
+
+
+def test_limit_per_task_keeps_the_first_of_each_task(tmp_path):
+    lines = [{"task": task, "prompt": f"{task}{i}"} for i in range(3) for task in "ab"]
+    prompts = load_prompts(write_prompts(tmp_path / "p.jsonl", *lines), limit_per_task=2)
+    assert [prompt.text for prompt in prompts] == ["a0", "b0", "a1", "b1"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "hold no line"),
+        (["{"], "line 1 is not JSON"),
+        ([{"prompt": "x"}, {"text": "x"}], "line 2 holds no text under"),
+        ([{"prompt": ""}], "line 1 holds no text"),
+        ([{"turns": []}], "line 1 holds no text"),
+        ([{"messages": [{"role": "user"}]}], "line 1 holds no text"),
+        (["[1]"], "line 1 holds no text"),
+    ],
+)
+def test_unusable_prompts_are_refused_by_line(lines, message, tmp_path):
+    with pytest.raises(QuasarError, match=message):
+        load_prompts(write_prompts(tmp_path / "p.jsonl", *lines))
+
+
+def test_options_are_checked():
+    with pytest.raises(QuasarError, match="drafter is 'none'"):
+        BenchOptions(drafter="none")
+    with pytest.raises(QuasarError, match="repeats is 0"):
+        BenchOptions(repeats=0)
+    with pytest.raises(QuasarError, match="unknown bench option 'repeat'"):
+        BenchOptions(repeat=2)
+
+
+def known_report(drafted_ids=(1, 2, 3, 4)) -> Report:
+    """Two tasks, three repeats; seconds per cell are chosen so that every figure is known."""
+    seconds = {BF16_PLAIN: (4.0, 4.0, 4.0), BF16_DRAFTED: (2.0, 2.0, 2.0), INT8_PLAIN: (2.0, 2.5, 1.6)}
+    seconds[INT8_DRAFTED] = (1.0, 0.8, 2.0)
+    runs = [
+        Run(
+            cell,
+            task,
+            index,
+            repeat,
+            7,
+            Measurement(
+                token_ids=drafted_ids if cell == INT8_DRAFTED else (1, 2, 3, 4),
+                decode_tokens=3,
+                decode_seconds=seconds[cell][repeat],
+                num_verify_steps=2 if cell.drafted else 4,
+                seconds={"draft": 1.0, "verify": 8.0, "accept": 1.0},
+            ),
+        )
+        for repeat in range(3)
+        for index, task in enumerate(("chat", "translation"))
+        for cell in CELLS
+    ]
+    return Report(
+        BenchOptions(),
+        {"BF16": Path("b"), "INT8": Path("i")},
+        tuple(runs),
+        {cell: 269_000_000 if cell.weights == "BF16" else 163_000_000 for cell in CELLS},
+        dict.fromkeys(CELLS, 400_000_000),
+    )
+
+
+def test_speed_is_decode_tokens_over_decode_seconds():
+    report = known_report()
+    assert report.speed(BF16_PLAIN) == pytest.approx(3 / 4)
+    assert report.speed(INT8_PLAIN) == pytest.approx(9 / 6.1)
+    assert report.speed(INT8_PLAIN, "translation") == pytest.approx(9 / 6.1)
+
+
+def test_speedups_are_paired_within_a_repeat():
+    report = known_report()
+    assert report.speedups(BF16_PLAIN) == [1.0, 1.0, 1.0]
+    assert report.speedups(INT8_PLAIN) == pytest.approx([2.0, 1.6, 2.5])
+    assert report.speedups(INT8_DRAFTED, "chat") == pytest.approx([4.0, 5.0, 2.0])
+    assert report.to_dict()["cells"]["INT8 plain"]["speedup"] == pytest.approx(2.0)  # the median
+
+
+def test_acceptance_identity_and_shares():
+    report = known_report()
+    assert report.mean_acceptance_length(BF16_PLAIN) == 1.0
+    assert report.mean_acceptance_length(INT8_DRAFTED) == 2.0
+    assert report.identical(INT8_DRAFTED) == (6, 6)
+    assert report.shares(INT8_DRAFTED) == pytest.approx({"draft": 0.1, "verify": 0.8, "accept": 0.1})
+    assert known_report(drafted_ids=(1, 2, 9)).identical(INT8_DRAFTED) == (0, 6)
+
+
+def test_a_speed_that_was_not_measured_is_none():
+    report = known_report()
+    runs = [
+        Run(r.cell, r.task, r.prompt, r.repeat, 7, Measurement((1,), 0, 0.0, 1, r.measurement.seconds))
+        for r in report.runs
+    ]
+    empty = Report(report.options, report.engine_dirs, tuple(runs), report.weight_bytes, report.peak_memory)
+    assert empty.speed(INT8_PLAIN) is None and empty.speedups(INT8_PLAIN) == []
+    assert empty.to_dict()["cells"]["INT8 plain"]["speedup"] is None
+    assert "INT8 drafted" in text_of(empty)
+
+
+def test_table_shows_the_figures_within_100_columns():
+    text = text_of(known_report())
+    assert max(map(len, text.splitlines())) <= 100
+    row = next(line for line in text.splitlines() if "INT8 drafted" in line)
+    for figure in ("4.00x (2.00..5.00)", "2.00", "163.0 MB", "400.0 MB", "6/6", "10/80/10"):
+        assert figure in row
+    assert "translation" in text and "…" not in text
+
+
+def test_four_cells_on_tiny_engines(engine_dirs, tmp_path):
+    path = write_prompts(tmp_path / "p.jsonl", {"task": "a", "prompt": "abcabcabc"}, {"task": "b", "prompt": "hello"})
+    options = BenchOptions(repeats=2, max_tokens=12, ignore_eos=True, threads=1)
+    report = run_bench(engine_dirs, load_prompts(path), options, Console(quiet=True))
+    assert len(report.runs) == 2 * 2 * 4
+    for cell in CELLS:
+        assert all(len(run.measurement.token_ids) == 12 for run in report.select(cell))
+        assert report.identical(cell) == (4, 4)
+        assert report.speed(cell) > 0 and report.peak_memory[cell] > 1_000_000
+        assert sum(report.shares(cell).values()) == pytest.approx(1)
+    assert report.mean_acceptance_length(BF16_PLAIN) == report.mean_acceptance_length(INT8_PLAIN) == 1.0
+    assert report.weight_bytes[INT8_PLAIN] < report.weight_bytes[BF16_PLAIN]
+    values = json.loads(json.dumps(report.to_dict()))
+    assert set(values) == {"definition", "environment", "options", "engines", "cells", "tasks", "runs"}
+    assert set(values["tasks"]) == {"a", "b"} and len(values["runs"]) == 16
+
+
+def test_cells_must_hold_the_weights_of_their_name(engine_dirs, tmp_path):
+    prompts = load_prompts(write_prompts(tmp_path / "p.jsonl", {"prompt": "x"}))
+    swapped = {"BF16": engine_dirs["INT8"], "INT8": engine_dirs["INT8"]}
+    with pytest.raises(QuasarError, match="holds INT8 weights; --bf16 needs BF16"):
+        run_bench(swapped, prompts, BenchOptions(), Console(quiet=True))
+
+
+def test_an_error_in_a_cell_reaches_the_caller(engine_dirs):
+    with (
+        CellProcess(INT8_DRAFTED, engine_dirs["INT8"], {"drafter_options": {"num_tokens": 3}}) as process,
+        pytest.raises(QuasarError, match="unknown ngram drafter option 'num_tokens'"),
+    ):
+        process.weight_bytes_per_step()
+
+
+def test_a_cell_that_dies_is_reported(engine_dirs):
+    with CellProcess(INT8_PLAIN, engine_dirs["INT8"], {"drafter": None}) as process:
+        process.weight_bytes_per_step()
+        process._process.kill()
+        with pytest.raises(QuasarError, match="the process of cell INT8 plain ended with exit code -9"):
+            process.measure([1, 2, 3], SamplingParams(max_tokens=4))

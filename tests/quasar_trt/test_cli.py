@@ -1,0 +1,237 @@
+"""The command line: both spellings, help without heavy imports, one line per error, streams and exit codes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ENVIRONMENT = os.environ | {"COLUMNS": "100"}
+
+
+def quasar_trt(*args: str | Path, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "quasar_trt.cli", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False, **options)
+
+
+def assert_refused(result: subprocess.CompletedProcess, *parts: str) -> None:
+    """Exit code 1, nothing on stdout, one line on stderr that holds every one of `parts`."""
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    for part in parts:
+        assert part in result.stderr
+
+
+@pytest.mark.parametrize("code", ["import quasar_trt", "import quasar_trt.cli"])
+def test_import_loads_no_heavy_package(code):
+    check = f"{code}; import sys; print([m for m in ('torch', 'transformers', 'numpy', 'rich') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
+def test_help_loads_no_heavy_package_and_lists_every_command():
+    check = (
+        "import sys; from quasar_trt.cli import cli; sys.argv = ['quasar-trt', '--help']; cli(standalone_mode=False); "
+        "print([m for m in ('torch', 'transformers', 'numpy', 'rich') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert result.stdout.endswith("[]\n")
+    for command in ("build", "generate", "bench", "info"):
+        assert f"\n  {command} " in result.stdout
+
+
+@pytest.mark.parametrize("command", ["build", "generate", "bench", "info"])
+def test_help_of_each_command_fits_the_terminal(command):
+    result = quasar_trt(command, "--help")
+    assert result.returncode == 0 and result.stderr == ""
+    assert max(map(len, result.stdout.splitlines())) <= 100
+    assert "torch" not in result.stdout
+
+
+def test_no_argument_shows_help():
+    result = quasar_trt()
+    assert result.returncode == 0 and result.stdout.startswith("Usage: quasar-trt ")
+
+
+def test_version():
+    assert quasar_trt("--version").stdout == "quasar-trt 0.1.0\n"
+
+
+def test_defaults_shown_are_those_of_the_dataclasses():
+    text = quasar_trt("generate", "--help").stdout
+    assert "[ngram|none]" in text
+    assert "[default: 16]" in text and "[default: 1.0]" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["biuld"], ["unknown command 'biuld'", "did you mean 'build'?"]),
+        (["build", "m", "--output-dirr", "x"], ["unknown option '--output-dirr'", "did you mean '--output-dir'?"]),
+        (["build", "m", "--output_dirr", "x"], ["did you mean '--output-dir'?"]),
+        (["build", "--output-dir", "x"], ["Missing argument 'MODEL'"]),
+        (["build", "m"], ["Missing option '--output-dir'"]),
+        (["build", "m", "--output-dir"], ["--output-dir", "requires an argument"]),
+        (["build", "m", "--output-dir", "x", "--quantization", "int9"], ["int9", "int8", "none"]),
+        (["build", "m", "--output-dir", "x", "--smoothquant", "1.5"], ["smoothquant is 1.5", "0 to 1"]),
+        (["build", "m", "--output-dir", "x", "--smoothquant", "high"], ["--smoothquant", "high"]),
+        (["build", "m", "--output-dir", "x", "--quantization", "none", "--quantize-lm-head"], ["quantize_lm_head"]),
+        (["build", "/does/not/exist", "--output-dir", "x"], ["/does/not/exist"]),
+        (["info", "/does/not/exist"], ["/does/not/exist", "quasar-trt build"]),
+        (["info", "--verify"], ["--verify", "ENGINE_DIR"]),
+        (["generate", "/does/not/exist", "hello"], ["/does/not/exist"]),
+        (["generate", "/does/not/exist"], ["Missing argument 'PROMPT...'"]),
+        (["generate", "d", "hello", "--temperature", "-1"], ["temperature is -1.0"]),
+        (["generate", "d", "hello", "--top_p", "0"], ["top_p is 0.0"]),
+        (["generate", "d", "hello", "--max-tokens", "0"], ["max_tokens is 0"]),
+        (["generate", "d", "hello", "--threads", "0"], ["--threads"]),
+        (["generate", "d", "hello", "--drafter-option", "five"], ["'five'", "KEY=VALUE"]),
+        (["bench", "--int8", "d", "--bf16", "d"], ["Missing option '--prompts'"]),
+        (["bench", "--int8", "d", "--bf16", "d", "--prompts", "/does/not/exist"], ["/does/not/exist"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value[0], str) and len(value) > 1 else None,
+)
+def test_bad_input_is_one_line(args, parts, tmp_path):
+    assert_refused(quasar_trt(*args, cwd=tmp_path), *parts)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_info_describes_this_machine():
+    result = quasar_trt("info")
+    assert result.returncode == 0 and result.stderr == ""
+    for label in ("processor", "native engine", "compiler", "GPU", "MPI", "tensorrt-llm"):
+        assert label in result.stdout
+
+
+def test_info_survives_an_empty_path(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "quasar_trt.cli", "info"],
+        capture_output=True,
+        text=True,
+        env={"PATH": str(tmp_path), "COLUMNS": "100"},
+        check=True,
+    )
+    assert "none found (g++" in result.stdout and "no mpirun on PATH" in result.stdout
+
+
+def test_closed_pipe_is_no_traceback():
+    process = subprocess.run(
+        f"{sys.executable} -m quasar_trt.cli info | head -n 1", shell=True, capture_output=True, text=True, check=True
+    )
+    assert process.stdout.count("\n") == 1 and process.stderr == ""
+
+
+def test_both_spellings_build_an_engine_that_info_describes(hf_dir, tmp_path):
+    directory = tmp_path / "engine"
+    small = ["--calib_size", "2", "--calib-max-seq-length", "16"]
+    built = quasar_trt("build", hf_dir, "--output_dir", directory, *small, "--quantize_lm_head", "--smoothquant=0.6")
+    assert built.returncode == 0, built.stderr
+    described = quasar_trt("info", directory, "--verify")
+    assert described.returncode == 0, described.stderr
+    for part in ("LlamaForCausalLM", "alpha 0.6", "INT8 head", "rank0.engine", "top1 agreement", "has the sha256"):
+        assert part in described.stdout
+    assert max(map(len, described.stdout.splitlines())) <= 100
+    assert_refused(quasar_trt("build", hf_dir, "--output-dir", directory, *small), str(directory), "--force")
+
+
+def test_verify_finds_an_altered_weight(engine_dirs, tmp_path):
+    directory = tmp_path / "engine"
+    shutil.copytree(engine_dirs["INT8"], directory)
+    file = directory / "rank0.engine"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert quasar_trt("info", directory).returncode == 0  # sizes and headers are as they were
+    result = quasar_trt("info", directory, "--verify")
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1 and "rank0.engine" in result.stderr and "sha256" in result.stderr
+
+
+def test_generate_streams_text_and_a_summary(engine_dirs):
+    common = [engine_dirs["INT8"], "abcabcabc", "--temperature", "0", "--max_tokens", "24", "--ignore-eos"]
+    drafted = quasar_trt("generate", *common, "--drafter-option", "num-speculative-tokens=3")
+    assert drafted.returncode == 0 and drafted.stdout
+    assert "mean acceptance length = " in drafted.stderr.splitlines()[-1]
+    plain = quasar_trt("generate", *common, "--drafter", "none", "--no-stats")
+    assert plain.stdout == drafted.stdout and "acceptance" not in plain.stderr
+
+
+def test_generate_reads_stdin_and_uses_the_chat_template(engine_dirs):
+    common = [engine_dirs["BF16"], "--seed", "5", "--no-stats"]
+    chat = quasar_trt("generate", *common, "--chat", "--", "-", input="hello")
+    spelled_out = quasar_trt("generate", *common, "user: hello\nassistant:")
+    assert chat.returncode == spelled_out.returncode == 0
+    assert chat.stdout == spelled_out.stdout
+
+
+def test_generate_with_the_reference_engine(engine_dirs):
+    result = quasar_trt("generate", engine_dirs["BF16"], "hello", "--engine", "reference", "--threads", "1")
+    assert result.returncode == 0 and "tokens/s" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["--drafter", "ngramm"], ["unknown drafter 'ngramm'", "did you mean 'ngram'?"]),
+        (["--engine", "cpuu"], ["unknown engine 'cpuu'", "did you mean 'cpu'?"]),
+        (["--drafter-option", "num_tokens=3"], ["unknown ngram drafter option 'num_tokens'"]),
+        (["--drafter-option", "num_speculative_tokens=many"], ["num_speculative_tokens is 'many'"]),
+        (["--drafter", "none", "--drafter-option", "num_speculative_tokens=3"], ["without a drafter"]),
+        (["--temprature", "0"], ["did you mean '--temperature'?"]),
+    ],
+    ids=" ".join,
+)
+def test_bad_generation_input_is_one_line(args, parts, engine_dirs):
+    assert_refused(quasar_trt("generate", engine_dirs["INT8"], "hello", *args), *parts)
+
+
+def test_a_prompt_longer_than_the_engine_is_one_line(engine_dirs):
+    result = quasar_trt("generate", engine_dirs["INT8"], "-", "--engine", "reference", input="x" * 600)
+    assert_refused(result, "600 tokens", "511", "--max-seq-len")
+
+
+def test_bench_prints_a_table_and_saves_json(engine_dirs, tmp_path):
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "bench.json"
+    prompts.write_text(json.dumps({"task": "chat", "prompt": "abcabc"}) + "\n")
+    engines = ["--int8", engine_dirs["INT8"], "--bf16", engine_dirs["BF16"]]
+    sizes = ["--max_tokens", "8", "--repeats", "1", "--threads", "1", "--ignore-eos"]
+    result = quasar_trt("bench", *engines, "--prompts", prompts, *sizes, "--output", output)
+    assert result.returncode == 0, result.stderr
+    assert max(map(len, result.stdout.splitlines())) <= 100
+    for cell in ("BF16 plain", "BF16 drafted", "INT8 plain", "INT8 drafted"):
+        assert cell in result.stdout
+    values = json.loads(output.read_text())
+    assert values["options"]["max_tokens"] == 8 and len(values["runs"]) == 4
+    missing = tmp_path / "none" / "bench.json"
+    assert_refused(quasar_trt("bench", *engines, "--prompts", prompts, "--output", missing), str(missing.parent))
+
+
+def test_interrupt_is_exit_code_130_without_traceback(engine_dirs):
+    command = ["generate", str(engine_dirs["INT8"]), "-"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quasar_trt.cli", *command], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(3)  # it waits for its prompt by now, or else still imports: either way nothing has been written
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate()
+    assert process.returncode == 130 and "Traceback" not in stderr
+
+
+def test_build_defaults_are_those_of_the_builder():
+    from quasar_trt.builders.build import build as builder
+    from quasar_trt.cli import build
+
+    shown = {parameter.name: parameter.default for parameter in build.params}
+    defaults = {name: parameter.default for name, parameter in inspect.signature(builder).parameters.items()}
+    numbers = {name: value for name, value in defaults.items() if type(value) is int}
+    assert numbers == {name: shown[name] for name in numbers}
+    assert set(defaults) - {"recipe", "progress"} <= set(shown)

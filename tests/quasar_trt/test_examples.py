@@ -1,0 +1,50 @@
+"""Every program under examples/ runs and prints what it should."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *args: str | Path) -> str:
+    command = [sys.executable, str(EXAMPLES / name), *map(str, args)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_first(engine_dirs):
+    lines = run("first.py", engine_dirs["INT8"]).splitlines()
+    assert lines[0].startswith("'The capital of France is' -> ")
+    assert lines[-1].startswith("mean acceptance length ")
+
+
+def test_first_is_the_program_of_the_readme():
+    program = (EXAMPLES / "first.py").read_text().split("\n\n", 1)[1].replace("import sys\n\n", "")
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    assert program.replace("sys.argv[1]", '"int8"').strip() in readme
+
+
+def test_stream(engine_dirs):
+    assert run("stream.py", engine_dirs["INT8"], "hello").strip()
+
+
+def test_same_tokens(engine_dirs):
+    assert run("same_tokens.py", engine_dirs["INT8"]).endswith("the same tokens each time\n")
+
+
+def test_every_example_has_a_test():
+    tested = {"first.py", "stream.py", "same_tokens.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == tested
+
+
+def test_prompts_are_twenty_of_five_kinds():
+    from quasar_trt.bench.prompts import load_prompts
+
+    tasks = [prompt.task for prompt in load_prompts(EXAMPLES / "prompts.jsonl")]
+    assert {task: tasks.count(task) for task in tasks} == dict.fromkeys(
+        ("chat", "code", "extraction", "summary", "translation"), 4
+    )
