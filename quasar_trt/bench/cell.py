@@ -8,10 +8,14 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import signal
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 
 from quasar_trt.decode_clock import DecodeClock
+from quasar_trt.drafters.base import Draft
+from quasar_trt.engines.base import Acceptance, Engine, SequenceStep
 from quasar_trt.errors import QuasarError
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
@@ -64,6 +68,27 @@ def measure(runner: Runner, prompt_ids: list[int], sampling_params: SamplingPara
     )
 
 
+VERIFY_ROWS = (1, 2, 3, 5, 8)
+
+
+def verify_costs(engine: Engine, context: int = 128, repeats: int = 15) -> dict[int, float]:
+    """Rows of a verify pass over one sequence of `context` cached tokens -> median seconds of interleaved repeats."""
+    context = min(context, engine.max_seq_len - max(VERIFY_ROWS))
+    sequence = engine.open()
+    for _ in range(context):
+        engine.step([SequenceStep(sequence, [0], needs_logits=False)], lambda index, logits: Acceptance((0,), 0))
+    seconds: dict[int, list[float]] = {rows: [] for rows in VERIFY_ROWS}
+    for _ in range(repeats):
+        for rows in VERIFY_ROWS:
+            batch = [SequenceStep(sequence, [0], Draft((0,) * (rows - 1)))]
+            started = perf_counter()
+            engine.step(batch, lambda index, logits: Acceptance((0,), 0))
+            seconds[rows].append(perf_counter() - started)
+            engine.truncate(sequence, context)
+    engine.close(sequence)
+    return {rows: statistics.median(times) for rows, times in seconds.items()}
+
+
 def peak_memory() -> int:
     """Highest resident size of this process in bytes.
 
@@ -77,13 +102,13 @@ def peak_memory() -> int:
 
 
 def _work(connection, engine_dir: Path, runner_options: dict) -> None:
-    """The process: opens the engine, answers one Measurement per request, ends with its peak memory."""
+    """The process: opens the engine, answers one Measurement per request, ends with its verify costs and peak memory."""
     try:
         runner = Runner.from_dir(engine_dir, **runner_options)
         connection.send(runner.engine.weight_bytes_per_step)
         while (request := connection.recv()) is not None:
             connection.send(measure(runner, *request))
-        connection.send(peak_memory())
+        connection.send((verify_costs(runner.engine), peak_memory()))
     except QuasarError as error:
         connection.send(error)
 
@@ -111,8 +136,8 @@ class CellProcess:
     def measure(self, prompt_ids: list[int], sampling_params: SamplingParams) -> Measurement:
         return self._receive((prompt_ids, sampling_params))
 
-    def finish(self) -> int:
-        """Ends the work and returns the process's peak memory in bytes."""
+    def finish(self) -> tuple[dict[int, float], int]:
+        """Ends the work; returns what `verify_costs` says and the process's peak memory in bytes."""
         return self._receive(None)
 
     def _receive(self, *requests):

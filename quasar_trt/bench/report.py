@@ -12,9 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from quasar_trt.bench.cell import BASELINE, CELLS, Cell, Measurement
+from quasar_trt.bench.cell import BASELINE, CELLS, VERIFY_ROWS, Cell, Measurement
 from quasar_trt.bench.options import BenchOptions
-from quasar_trt.info import size_text
 from quasar_trt.machine import describe_machine
 
 
@@ -32,13 +31,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """All runs of one benchmark; the methods derive every figure from them. A figure that was not measured is None."""
+    """All runs of one benchmark; the methods derive every figure from them. A figure that was not measured is None.
+
+    verify_costs: per cell, rows of a verify pass -> seconds.
+    """
 
     options: BenchOptions
     engine_dirs: dict[str, Path]
     runs: tuple[Run, ...]
     weight_bytes: dict[Cell, int]
     peak_memory: dict[Cell, int]
+    verify_costs: dict[Cell, dict[int, float]]
 
     @property
     def tasks(self) -> list[str]:
@@ -81,6 +84,11 @@ class Report:
         whole = sum(totals.values())
         return {part: seconds / whole for part, seconds in totals.items()}
 
+    def relative_verify_costs(self, cell: Cell) -> dict[int, float]:
+        """Rows of a verify pass -> its time over that of one row."""
+        costs = self.verify_costs[cell]
+        return {rows: seconds / costs[1] for rows, seconds in costs.items()}
+
     def to_dict(self) -> dict:
         """Everything as JSON: environment, options, figures per cell and task, and every single run."""
         return {
@@ -95,6 +103,7 @@ class Report:
                     "peak_memory_bytes": self.peak_memory[cell],
                     "identical_to_plain": self.identical(cell),
                     "time_shares": self.shares(cell),
+                    "verify_cost_over_one_row": self.relative_verify_costs(cell),
                 }
                 for cell in CELLS
             },
@@ -125,6 +134,7 @@ class Report:
         console.print(self._cell_table(), "")
         if len(self.tasks) > 1:
             console.print(self._task_table(), "")
+        console.print(self._cost_table(), "")
         options, prompts = self.options, len({run.prompt for run in self.runs})
         console.print(
             f"{_count(prompts, 'prompt')}, {_count(options.repeats, 'repeat')}, up to {options.max_tokens} tokens, temperature {options.temperature:g}, "
@@ -142,7 +152,6 @@ class Report:
             "weights\nper step",
             "peak\nmemory",
             "ids as\nplain",
-            "time, %\ndraft/\nverify/\naccept",
         )
         table = _table("four cells", "cell", *headings)
         for cell in CELLS:
@@ -152,35 +161,45 @@ class Report:
                 _number(self.speed(cell), ".1f"),
                 "1.00x" if cell == BASELINE else _spread(self.speedups(cell)),
                 f"{self.mean_acceptance_length(cell):.2f}",
-                size_text(self.weight_bytes[cell]),
-                size_text(self.peak_memory[cell]),
+                f"{self.weight_bytes[cell] / 1e6:,.0f} MB",
+                f"{self.peak_memory[cell] / 1e6:,.0f} MB",
                 ("" if equal == total else "[red]") + f"{equal}/{total}" if cell.drafted else "",
-                "/".join(f"{100 * share:.0f}" for share in self.shares(cell).values()),
             )
         return table
 
     def _task_table(self) -> Table:
         headings = [cell.name.replace(" ", "\n") for cell in CELLS[1:]]
-        table = _table(
-            "by task: speed-up over BF16 plain",
-            "task",
-            "BF16\nplain\ntokens/s",
-            *headings,
-            "INT8 mean\nacceptance\nlength",
-        )
+        length = "INT8 mean\nacceptance\nlength"
+        table = _table("by task: speed-up over BF16 plain", "task", "BF16\nplain\ntokens/s", *headings, length)
         for task in self.tasks:
             table.add_row(
                 task,
                 _number(self.speed(BASELINE, task), ".1f"),
-                *(_spread(self.speedups(cell, task)) for cell in CELLS[1:]),
+                *(_median(self.speedups(cell, task)) for cell in CELLS[1:]),
                 f"{self.mean_acceptance_length(CELLS[-1], task):.2f}",
             )
+        return table
+
+    def _cost_table(self) -> Table:
+        headings = (f"{rows}\nrows" for rows in VERIFY_ROWS[1:])
+        table = _table("where the time goes", "cell", "draft", "verify", "accept", *headings)
+        for cell in CELLS:
+            costs = self.relative_verify_costs(cell)
+            table.add_row(
+                cell.name,
+                *(f"{share:.1%}" for share in self.shares(cell).values()),
+                *(f"{costs[rows]:.2f}x" for rows in VERIFY_ROWS[1:]),
+            )
+        table.caption = "shares of the time; cost of a verify step of that many rows over one of a single row"
         return table
 
 
 def _table(title: str, first: str, *headings: str) -> Table:
     """A left-hand column of names, then columns of figures."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False
+    )
+    table.show_edge = False
     table.add_column(first, no_wrap=True, style="bold")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -200,9 +219,10 @@ def _number(value: float | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
+def _median(ratios: Sequence[float]) -> str:
+    return f"{statistics.median(ratios):.2f}x" if ratios else "-"
+
+
 def _spread(ratios: Sequence[float]) -> str:
     """Median, with (min..max) when there is more than one."""
-    if not ratios:
-        return "-"
-    text = f"{statistics.median(ratios):.2f}x"
-    return text if len(ratios) == 1 else f"{text} ({min(ratios):.2f}..{max(ratios):.2f})"
+    return _median(ratios) if len(ratios) < 2 else f"{_median(ratios)} ({min(ratios):.2f}..{max(ratios):.2f})"

@@ -72,5 +72,8 @@ def run_bench(
                     measurement = process.measure(ids[index], sampling_params)
                     runs.append(Run(cell, prompt.task, index, repeat, len(ids[index]), measurement))
                     progress.advance(bar)
-        peak_memory = {cell: process.finish() for cell, process in cells.items()}
-    return Report(options, engine_dirs, tuple(runs), weight_bytes, peak_memory)
+        progress.update(bar, description="cost of verify rows")
+        ends = {cell: process.finish() for cell, process in cells.items()}
+    costs = {cell: cost for cell, (cost, _) in ends.items()}
+    peak_memory = {cell: peak for cell, (_, peak) in ends.items()}
+    return Report(options, engine_dirs, tuple(runs), weight_bytes, peak_memory, costs)

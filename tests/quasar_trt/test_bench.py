@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def write_prompts(path: Path, *lines: dict | str) -> Path:
 
 
 def text_of(report: Report) -> str:
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     report.show(console)
     return console.export_text()
 
@@ -111,6 +112,7 @@ def known_report(drafted_ids=(1, 2, 3, 4)) -> Report:
         tuple(runs),
         {cell: 269_000_000 if cell.weights == "BF16" else 163_000_000 for cell in CELLS},
         dict.fromkeys(CELLS, 400_000_000),
+        {cell: {1: 0.004, 2: 0.004, 3: 0.0042, 5: 0.005, 8: 0.008} for cell in CELLS},
     )
 
 
@@ -144,18 +146,20 @@ def test_a_speed_that_was_not_measured_is_none():
         Run(r.cell, r.task, r.prompt, r.repeat, 7, Measurement((1,), 0, 0.0, 1, r.measurement.seconds))
         for r in report.runs
     ]
-    empty = Report(report.options, report.engine_dirs, tuple(runs), report.weight_bytes, report.peak_memory)
+    empty = dataclasses.replace(report, runs=tuple(runs))
     assert empty.speed(INT8_PLAIN) is None and empty.speedups(INT8_PLAIN) == []
     assert empty.to_dict()["cells"]["INT8 plain"]["speedup"] is None
     assert "INT8 drafted" in text_of(empty)
 
 
-def test_table_shows_the_figures_within_100_columns():
+def test_table_shows_the_figures_within_80_columns():
     text = text_of(known_report())
-    assert max(map(len, text.splitlines())) <= 100
-    row = next(line for line in text.splitlines() if "INT8 drafted" in line)
-    for figure in ("4.00x (2.00..5.00)", "2.00", "163.0 MB", "400.0 MB", "6/6", "10/80/10"):
-        assert figure in row
+    assert max(map(len, text.splitlines())) <= 80
+    rows = [line for line in text.splitlines() if "INT8 drafted" in line]
+    for figure in ("4.00x (2.00..5.00)", "2.00", "163 MB", "400 MB", "6/6"):
+        assert figure in rows[0]
+    for figure in ("10.0%", "80.0%", "1.05x", "1.25x", "2.00x"):
+        assert figure in rows[1]
     assert "translation" in text and "…" not in text
 
 
@@ -169,6 +173,7 @@ def test_four_cells_on_tiny_engines(engine_dirs, tmp_path):
         assert report.identical(cell) == (4, 4)
         assert report.speed(cell) > 0 and report.peak_memory[cell] > 1_000_000
         assert sum(report.shares(cell).values()) == pytest.approx(1)
+        assert report.relative_verify_costs(cell)[1] == 1 and report.relative_verify_costs(cell)[8] > 0
     assert report.mean_acceptance_length(BF16_PLAIN) == report.mean_acceptance_length(INT8_PLAIN) == 1.0
     assert report.weight_bytes[INT8_PLAIN] < report.weight_bytes[BF16_PLAIN]
     values = json.loads(json.dumps(report.to_dict()))
