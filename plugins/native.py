@@ -29,6 +29,15 @@ def decoder(shape: dict, tensors: dict[str, np.ndarray], threads: int, isa: str)
     return _native.Decoder(shape, tensors, threads, isa)
 
 
+def _vector(vector, size: int, what: str) -> np.ndarray | None:
+    """Padded float32; the native code trusts sizes, so they are checked here."""
+    if vector is None:
+        return None
+    if np.shape(vector) != (size,):
+        raise ValueError(f"{what} has shape {np.shape(vector)}; expected ({size},)")
+    return pack_vector(np.asarray(vector, np.float32))
+
+
 def _rows(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.pad(x, ((0, 0), (0, padded(x.shape[1]) - x.shape[1]))))
 
@@ -36,12 +45,12 @@ def _rows(x: np.ndarray) -> np.ndarray:
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, isa: str = "") -> np.ndarray:
     """x [rows, n] float32, weight [n] float32 -> [rows, n] float32."""
     n = x.shape[1]
-    return _native.rms_norm(_rows(x), pack_vector(weight), eps, n, isa)[:, :n]
+    return _native.rms_norm(_rows(x), _vector(weight, n, "weight"), eps, n, isa)[:, :n]
 
 
 def smooth_quantize(x: np.ndarray, inv_smoother: np.ndarray | None, isa: str = "") -> tuple[np.ndarray, np.ndarray]:
     """x [rows, k] float32 -> (codes int8 [rows, k], scale float32 [rows])."""
-    q, scale = _native.quantize8(_rows(x), None if inv_smoother is None else pack_vector(inv_smoother), isa)
+    q, scale = _native.quantize8(_rows(x), _vector(inv_smoother, x.shape[1], "inv_smoother"), isa)
     return q[:, : x.shape[1]], scale
 
 
@@ -54,6 +63,8 @@ def silu_mul_smooth_quantize(
     gate: np.ndarray, up: np.ndarray, inv_smoother: np.ndarray, isa: str = ""
 ) -> tuple[np.ndarray, np.ndarray]:
     """gate, up [rows, k] float32 -> codes and scale of silu(gate) * up * inv_smoother."""
+    if gate.shape != up.shape:
+        raise ValueError(f"gate has shape {gate.shape}, up {up.shape}; they must be equal")
     return smooth_quantize(_native.silu_mul(_rows(gate), _rows(up), isa)[:, : gate.shape[1]], inv_smoother, isa)
 
 
@@ -64,8 +75,11 @@ def quantize_16(x: np.ndarray, isa: str = "") -> tuple[np.ndarray, np.ndarray]:
 
 
 def _linear(kernel, x, scale, weight, weight_scale, bias, isa) -> np.ndarray:
-    vectors = [None if v is None else pack_vector(v) for v in (weight_scale, bias)]
-    return kernel(_rows(x), scale, pack_weight(weight), *vectors, x.shape[1], isa)[:, : weight.shape[0]]
+    n, k = weight.shape
+    if x.shape[1] != k:
+        raise ValueError(f"the input has {x.shape[1]} columns, the weight {k}; they must be equal")
+    vectors = [_vector(scale, len(x), "scale"), _vector(weight_scale, n, "weight_scale"), _vector(bias, n, "bias")]
+    return kernel(_rows(x), vectors[0], pack_weight(weight), *vectors[1:], k, isa)[:, :n]
 
 
 def w8a8_linear(q, scale, weight, weight_scale, bias=None, isa: str = "") -> np.ndarray:

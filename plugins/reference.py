@@ -2,7 +2,7 @@
 
 All arithmetic is float32 around exact integer sums. Scales are per row (per token), never shared between rows: a rejected
 draft row must not change an accepted one. An all-zero row has the scale 1.0, rounding is half to even, and codes are
-symmetric (-128 never appears).
+symmetric (-128 never appears). A row so small that its scale would be subnormal counts as zero; NaN makes its row NaN.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from torch.nn import functional
 
 # float32 adds integers exactly below 2^24, and 1024 * 127 * 127 is less: one block of columns at a time is exact.
 _EXACT_COLUMNS = 1024
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 def _quantize(y: Tensor, limit: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     y = y.float()
     largest = y.abs().amax(dim=-1)
-    scale = torch.where(largest > 0, largest / limit, torch.ones_like(largest))
+    scale = torch.where(largest < limit * _SMALLEST_NORMAL, torch.ones_like(largest), largest / limit)
     codes = torch.round(y / scale[:, None]).clamp(-limit, limit)
     return codes.to(dtype), scale
 

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -70,7 +71,7 @@ class PyDecoder {
     decoder_ = std::make_unique<Decoder>(shape_, std::move(weights), threads, kernels_named(isa));
   }
 
-  // Logits [sum of logit_rows, vocab] float32, a view that the next step overwrites.
+  // Logits [sum of logit_rows, vocab] float32, a read-only view that the next step overwrites.
   py::array step(const std::vector<std::tuple<int, int, int>>& parts, const Array<int32_t>& tokens) {
     std::vector<Part> batch;
     int rows = 0, logit_rows = 0;
@@ -80,14 +81,18 @@ class PyDecoder {
       logit_rows += wanted;
     }
     if (rows != tokens.size()) throw std::invalid_argument("the parts' rows do not add up to the tokens given");
-    const float* logits;
+    std::shared_ptr<const float> logits;
     {
       py::gil_scoped_release release;
       logits = decoder_->step(batch, tokens.data());
     }
     const auto item = static_cast<py::ssize_t>(sizeof(float));
-    return py::array(py::dtype::of<float>(), {static_cast<py::ssize_t>(logit_rows), static_cast<py::ssize_t>(shape_.vocab)},
-                     {padded(shape_.vocab) * item, item}, logits, py::cast(this));
+    const py::capsule owner(new std::shared_ptr<const float>(logits),
+                            [](void* p) { delete static_cast<std::shared_ptr<const float>*>(p); });
+    py::array view(py::dtype::of<float>(), {static_cast<py::ssize_t>(logit_rows), static_cast<py::ssize_t>(shape_.vocab)},
+                   {padded(shape_.vocab) * item, item}, logits.get(), owner);
+    py::detail::array_proxy(view.ptr())->flags &= ~py::detail::npy_api::NPY_ARRAY_WRITEABLE_;
+    return view;
   }
 
   KvCache& cache() { return decoder_->cache(); }
@@ -113,18 +118,21 @@ Array<float> silu_mul(const Array<float>& gate, const Array<float>& up, const st
   return y;
 }
 
+// A vector that may be missing; null then.
+using Vector = std::optional<Array<float>>;
+const float* data(const Vector& vector) { return vector ? vector->data() : nullptr; }
+
 template <class Code>
-py::tuple quantize(const Array<float>& x, const py::object& inverse_smoother, const std::string& isa) {
+py::tuple quantize(const Array<float>& x, const Vector& inverse_smoother, const std::string& isa) {
   const int n = static_cast<int>(x.shape(1));
   Array<Code> q({x.shape(0), x.shape(1)});
   Array<float> scales(x.shape(0));
   std::vector<float> scratch(static_cast<size_t>(n));
-  const float* smoother = inverse_smoother.is_none() ? nullptr : py::cast<Array<float>>(inverse_smoother).data();
   const Kernels* kernels = kernels_named(isa);
   for (py::ssize_t r = 0; r < x.shape(0); ++r) {
     RowScale scale;
-    if constexpr (sizeof(Code) == 1) scale = kernels->quantize8(x.data(r, 0), smoother, n, scratch.data(), q.mutable_data(r, 0));
-    else scale = kernels->quantize16(x.data(r, 0), smoother, n, scratch.data(), q.mutable_data(r, 0));
+    if constexpr (sizeof(Code) == 1) scale = kernels->quantize8(x.data(r, 0), data(inverse_smoother), n, scratch.data(), q.mutable_data(r, 0));
+    else scale = kernels->quantize16(x.data(r, 0), data(inverse_smoother), n, scratch.data(), q.mutable_data(r, 0));
     scales.mutable_at(r) = scale.scale;
   }
   return py::make_tuple(q, scales);
@@ -132,12 +140,11 @@ py::tuple quantize(const Array<float>& x, const py::object& inverse_smoother, co
 
 // x: [rows, padded k] codes, or floats where `scales` is None; weight: packed. Returns [rows, padded n] float32.
 template <class Input>
-Array<float> linear(const Array<Input>& x, const py::object& scales, const py::array& weight, const py::object& weight_scale,
-                    const py::object& bias, int k, const std::string& isa) {
-  const auto vector = [](const py::object& o) { return o.is_none() ? nullptr : py::cast<Array<float>>(o).data(); };
+Array<float> linear(const Array<Input>& x, const Vector& scales, const py::array& weight, const Vector& weight_scale,
+                    const Vector& bias, int k, const std::string& isa) {
   const Kernels* kernels = kernels_named(isa);
   const int rows = static_cast<int>(x.shape(0)), stride = static_cast<int>(x.shape(1)), blocks = static_cast<int>(weight.shape(0));
-  const Weight packed{weight.data(), vector(weight_scale), vector(bias), k};
+  const Weight packed{weight.data(), data(weight_scale), data(bias), k};
   Array<float> y({static_cast<py::ssize_t>(rows), static_cast<py::ssize_t>(blocks) * kBlock});
   const Output out{y.mutable_data(), blocks * kBlock, Epilogue::kStore};
   if constexpr (std::is_same_v<Input, float>) {
@@ -147,7 +154,7 @@ Array<float> linear(const Array<Input>& x, const py::object& scales, const py::a
     for (int r = 0; r < rows; ++r) {
       int32_t sum = 0;
       for (int i = 0; i < k; ++i) sum += x.at(r, i);
-      row_scales.push_back({vector(scales)[r], sum});
+      row_scales.push_back({data(scales)[r], sum});
     }
     if constexpr (sizeof(Input) == 1) kernels->linear_w8a8(packed, x.data(), stride, row_scales.data(), rows, 0, blocks, out);
     else kernels->linear_w8a16(packed, x.data(), stride, row_scales.data(), rows, 0, blocks, out);

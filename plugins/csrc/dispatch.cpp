@@ -33,25 +33,29 @@ struct Processor {
 #endif
 
 const Kernels* const* runnable_kernels() {
-  static const Kernels* tables[5] = {};
-  if (!tables[0]) {
-    const Kernels** next = tables;
+  struct Tables {
+    const Kernels* best_first[5] = {};
+
+    Tables() {
+      const Kernels** next = best_first;
 #if defined(__x86_64__)
-    const Processor processor;
-    (void)processor;
+      const Processor processor;
+      (void)processor;
 #ifdef QUASAR_KERNELS_AVX512
-    if (processor.avx512) *next++ = avx512_kernels();
+      if (processor.avx512) *next++ = avx512_kernels();
 #endif
 #ifdef QUASAR_KERNELS_AVXVNNI
-    if (processor.avxvnni) *next++ = avxvnni_kernels();
+      if (processor.avxvnni) *next++ = avxvnni_kernels();
 #endif
 #ifdef QUASAR_KERNELS_AVX2
-    if (processor.avx2) *next++ = avx2_kernels();
+      if (processor.avx2) *next++ = avx2_kernels();
 #endif
 #endif
-    *next = portable_kernels();
-  }
-  return tables;
+      *next = portable_kernels();
+    }
+  };
+  static const Tables tables;
+  return tables.best_first;
 }
 
 }  // namespace quasar

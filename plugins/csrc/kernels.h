@@ -36,10 +36,10 @@ struct Weight {
   int k;
 };
 
-// q vectors that share one key/value head of one sequence: rows of `q` and `out` are padded(head) floats apart from the next.
+// One query of one head; those computed together share a key/value head of one sequence.
 struct AttentionQuery {
-  const float* q;  // already scaled by 1 / sqrt(head size)
-  float* out;
+  const float* q;  // [head], already scaled by 1 / sqrt(head)
+  float* out;      // [padded(head)]
   int length;  // positions 0 .. length - 1 are visible
 };
 
@@ -52,7 +52,8 @@ struct Kernels {
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* y);
   // y = silu(gate) * up, as the kSiluMul epilogue computes it.
   void (*silu_mul)(const float* gate, const float* up, int n, float* y);
-  // q = round_half_even(x / scale), scale = max|x| / 127 (or 32767), 1 for an all-zero row; NaN anywhere makes the scale NaN.
+  // q = round_half_even(x / scale), scale = max|x| / 127 (or 32767); 1 for a row of zeros, or so small that its scale would be
+  // subnormal. NaN anywhere makes the scale NaN.
   // inverse_smoother may be null; x is [n], q is written up to padded(n).
   RowScale (*quantize8)(const float* x, const float* inverse_smoother, int n, float* scratch, int8_t* q);
   RowScale (*quantize16)(const float* x, const float* inverse_smoother, int n, float* scratch, int16_t* q);

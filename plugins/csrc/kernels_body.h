@@ -8,11 +8,12 @@ namespace {
 
 using namespace quasar;
 
+constexpr float kSmallestNormal = 1.17549435e-38f;
 constexpr int kPrefetchBytes = 4096;  // how far ahead of the sequential weight stream
 
 // e^x. Range reduction x = n ln 2 + r, |r| <= ln 2 / 2, then the Taylor polynomial of degree 7 (relative error below 2e-7).
 inline F exp(F x) {
-  x = max(min(x, set1(88.0f)), set1(-87.0f));
+  x = max(set1(-87.0f), min(set1(88.0f), x));  // in this order NaN stays NaN
   const I n = to_int(mul(x, set1(1.44269504f)));
   const F nf = to_float(n);
   F r = fma(nf, set1(-0.693359375f), x);
@@ -63,7 +64,8 @@ RowScale quantize(const float* x, const float* inverse_smoother, int n, float* s
     for (int i = 0; i < end; i += 16) largest = max(largest, abs_bits(load(x + i)));
   }
   const float absmax = reduce_max_bits(largest);
-  const float scale = absmax == 0.0f ? 1.0f : absmax / (sizeof(Code) == 1 ? 127.0f : 32767.0f);
+  const float limit = sizeof(Code) == 1 ? 127.0f : 32767.0f;
+  const float scale = absmax < limit * kSmallestNormal ? 1.0f : absmax / limit;
   I sum = set1(int32_t{0});
   for (int i = 0; i < end; i += 16) {
     const I codes = to_int(div(load(x + i), set1(scale)));  // |x| <= absmax, so no clipping is needed

@@ -53,7 +53,7 @@ class SequenceStep:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """The verdict on one draft.
+    """What was accepted of one draft.
 
     emitted: the accepted draft ids, then one recovered or bonus id (absent only when the request finished before it).
     num_accepted_tokens: how many draft tokens were kept; their cache rows stay, later ones are rolled back.
@@ -100,6 +100,40 @@ class Engine(ABC):
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         """One pass over `batch`; afterwards each cache holds its committed and accepted tokens, nothing else.
 
-        Returns one Acceptance per entry (None where needs_logits is False). Raises ValueError when the pass would hold more
-        rows than `capabilities.max_rows` or a sequence more tokens than `max_seq_len`, before anything has changed.
+        Returns one Acceptance per entry (None where needs_logits is False). Raises what `check` raises, and ValueError when
+        `accept` keeps more draft tokens than there were. Whatever is raised, by `accept` too, every sequence is then as it
+        was before.
         """
+
+    def check(self, batch: Sequence[SequenceStep]) -> None:
+        """Raises ValueError for a pass that this engine cannot run: more rows than `capabilities.max_rows`, a sequence
+        longer than `max_seq_len` or named twice, no committed token, drafts without logits, a branching draft where
+        drafts are chains, an id outside of the vocabulary."""
+        rows = sum(len(entry.tokens) + len(entry.draft.ids) for entry in batch)
+        if rows > self.capabilities.max_rows:
+            raise ValueError(f"the pass has {rows} rows; this engine allows {self.capabilities.max_rows}")
+        if len({entry.sequence for entry in batch}) < len(batch):
+            raise ValueError("a sequence appears twice in one pass")
+        for entry in batch:
+            drafted = len(entry.draft.ids)
+            if not entry.tokens:
+                raise ValueError(f"sequence {entry.sequence} brings no committed token")
+            if drafted and not entry.needs_logits:
+                raise ValueError(f"sequence {entry.sequence} brings draft tokens but needs no logits")
+            parents = entry.draft.parents
+            if parents is not None and not self.capabilities.tree and list(parents) != list(range(-1, drafted - 1)):
+                raise ValueError(f"draft parents {parents} are no chain; this engine verifies chains only")
+            length = self.length(entry.sequence) + len(entry.tokens) + drafted
+            if length > self.max_seq_len:
+                raise ValueError(f"sequence {entry.sequence} would hold {length} tokens; allowed: {self.max_seq_len}")
+            for ids in filter(len, (entry.tokens, entry.draft.ids)):
+                for token in (min(ids), max(ids)):
+                    if not 0 <= token < self.config.vocab_size:
+                        raise ValueError(f"token id {token} is outside the vocabulary of {self.config.vocab_size}")
+
+
+def checked_acceptance(acceptance: Acceptance, draft: Draft) -> Acceptance:
+    """Raises ValueError when it keeps more draft tokens than there are."""
+    if not 0 <= acceptance.num_accepted_tokens <= len(draft.ids):
+        raise ValueError(f"{acceptance.num_accepted_tokens} accepted tokens of {len(draft.ids)} draft tokens")
+    return acceptance

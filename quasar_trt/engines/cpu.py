@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from quasar_trt.checkpoint import check_tensors
-from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep
+from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.engines.cpu_layout import LAYOUT_VERSION, packed_spec
 from quasar_trt.errors import QuasarError, unknown
 from quasar_trt.model_config import ModelConfig
@@ -76,7 +76,10 @@ class CpuEngine(Engine):
             "max_rows": max_rows,
             "max_seq_len": max_seq_len,
         }
-        self._decoder = native.decoder(shape, tensors, threads, self.isa)
+        try:
+            self._decoder = native.decoder(shape, tensors, threads, self.isa)
+        except RuntimeError as error:  # the system's limit of threads or memory
+            raise QuasarError(f"cannot start {threads} threads ({error}); ask for fewer with threads") from None
 
     def open(self) -> int:
         return self._decoder.open()
@@ -99,34 +102,30 @@ class CpuEngine(Engine):
         return self._decoder.cache_bytes
 
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
-        parts, tokens = [], []
+        self.check(batch)
+        lengths, parts, tokens = [], [], []
         for entry in batch:
-            draft = entry.draft
-            if draft.parents is not None and any(parent != i - 1 for i, parent in enumerate(draft.parents)):
-                raise ValueError("the cpu engine verifies chains; this draft branches")
-            if not entry.tokens:
-                raise ValueError(f"sequence {entry.sequence} brings no committed token")
-            parts.append(
-                (entry.sequence, len(entry.tokens) + len(draft.ids), 1 + len(draft.ids) if entry.needs_logits else 0)
-            )
+            lengths.append(self.length(entry.sequence))
+            drafted = len(entry.draft.ids)
+            parts.append((entry.sequence, len(entry.tokens) + drafted, 1 + drafted if entry.needs_logits else 0))
             tokens += entry.tokens
-            tokens += draft.ids
-        if len({sequence for sequence, _, _ in parts}) != len(parts):
-            raise ValueError("a sequence appears twice in one pass")
+            tokens += entry.draft.ids
         logits = self._decoder.step(parts, np.array(tokens, np.int32))
-        results: list[Acceptance | None] = []
+        acceptances: list[Acceptance | None] = []
         row = 0
-        for index, (sequence, _, wanted) in enumerate(parts):
-            if not wanted:
-                results.append(None)
-                continue
-            verdict = accept(index, logits[row : row + wanted])
-            row += wanted
-            rejected = wanted - 1 - verdict.num_accepted_tokens
-            if rejected:
-                self.truncate(sequence, self.length(sequence) - rejected)
-            results.append(verdict)
-        return results
+        try:
+            for index, (entry, (_, _, wanted)) in enumerate(zip(batch, parts, strict=True)):
+                rows = logits[row : row + wanted]
+                row += wanted
+                acceptances.append(checked_acceptance(accept(index, rows), entry.draft) if wanted else None)
+        except BaseException:
+            for entry, length in zip(batch, lengths, strict=True):
+                self.truncate(entry.sequence, length)
+            raise
+        for entry, length, acceptance in zip(batch, lengths, acceptances, strict=True):
+            if acceptance is not None and acceptance.num_accepted_tokens < len(entry.draft.ids):
+                self.truncate(entry.sequence, length + len(entry.tokens) + acceptance.num_accepted_tokens)
+        return acceptances
 
 
 def _read_description(path: Path) -> tuple[ModelConfig, Recipe]:
@@ -136,7 +135,10 @@ def _read_description(path: Path) -> tuple[ModelConfig, Recipe]:
         raise QuasarError(
             f"{path} has packed layout {metadata.get('layout_version')}, this version reads {LAYOUT_VERSION}; build the engine again"
         )
-    config = ModelConfig.from_dict(json.loads(metadata["model"]))
-    recipe = Recipe.from_dict(json.loads(metadata["recipe"]))
+    try:
+        config = ModelConfig.from_dict(json.loads(metadata["model"]))
+        recipe = Recipe.from_dict(json.loads(metadata["recipe"]))
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise QuasarError(f"{path} does not describe its model ({error!r}); build the engine again") from None
     check_tensors(specs, packed_spec(config, recipe), str(path))
     return config, recipe

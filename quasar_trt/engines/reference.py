@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quasar_trt.checkpoint import LAYER_PREFIX, Checkpoint
-from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep
+from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.manifest import Manifest
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins import reference as ops
@@ -249,7 +249,7 @@ class ReferenceEngine(Engine):
         self._caches[sequence] = cache.first(length)
 
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
-        self._check(batch)
+        self.check(batch)
         if not batch:
             return []
         # The pass extends copies, so an exception out of `accept` leaves every sequence as it was.
@@ -263,9 +263,7 @@ class ReferenceEngine(Engine):
             acceptance, drafted = None, len(entry.draft)
             if entry.needs_logits:
                 logits = self.model.logits(states[index][-1 - drafted :])
-                acceptance = accept(index, logits.cpu().numpy())
-                if not 0 <= acceptance.num_accepted_tokens <= drafted:
-                    raise ValueError(f"{acceptance.num_accepted_tokens} accepted tokens of {drafted} draft tokens")
+                acceptance = checked_acceptance(accept(index, logits.cpu().numpy()), entry.draft)
                 drafted = acceptance.num_accepted_tokens
             acceptances.append(acceptance)
             kept.append(extended[index].first(caches[index].length + len(entry.tokens) + drafted))
@@ -277,25 +275,3 @@ class ReferenceEngine(Engine):
             return self._caches[sequence]
         except KeyError:
             raise ValueError(f"sequence {sequence} is not open") from None
-
-    def _check(self, batch: Sequence[SequenceStep]) -> None:
-        """Raises ValueError for a pass that cannot run."""
-        rows = sum(len(entry.tokens) + len(entry.draft) for entry in batch)
-        if rows > self.capabilities.max_rows:
-            raise ValueError(f"the pass has {rows} rows; this engine allows {self.capabilities.max_rows}")
-        if len({entry.sequence for entry in batch}) < len(batch):
-            raise ValueError("a sequence appears twice in one pass")
-        for entry in batch:
-            if not entry.tokens:
-                raise ValueError(f"sequence {entry.sequence} brings no committed token")
-            if entry.draft and not entry.needs_logits:
-                raise ValueError(f"sequence {entry.sequence} brings draft tokens but needs no logits")
-            parents = entry.draft.parents
-            if parents is not None and list(parents) != list(range(-1, len(entry.draft) - 1)):
-                raise ValueError(f"draft parents {parents} are no chain; this engine verifies chains only")
-            length = self.length(entry.sequence) + len(entry.tokens) + len(entry.draft)
-            if length > self.max_seq_len:
-                raise ValueError(f"sequence {entry.sequence} would hold {length} tokens; allowed: {self.max_seq_len}")
-            for token in (*entry.tokens, *entry.draft.ids):
-                if not 0 <= token < self.config.vocab_size:
-                    raise ValueError(f"token id {token} is outside the vocabulary of {self.config.vocab_size}")

@@ -116,6 +116,48 @@ def test_a_nan_makes_its_row_nan_and_no_other(isa):
     assert np.isnan(y).all(axis=1).tolist() == [False, True, False]
 
 
+def test_rows_too_small_for_a_normal_scale_count_as_zero(isa):
+    x = np.full((1, 16), 190 * 1.4e-45, np.float32)
+    for quantize, reference_quantize in [
+        (lambda x, isa: native.smooth_quantize(x, None, isa), reference.quantize_8),
+        (native.quantize_16, reference.quantize_16),
+    ]:
+        q, scale = quantize(x, isa=isa)
+        assert (q == 0).all() and scale[0] == 1
+        expected_q, expected_scale = reference_quantize(torch.from_numpy(x))
+        assert (expected_q == 0).all() and expected_scale[0] == 1
+
+
+def test_the_reference_gives_nan_rows_too(isa):
+    x = random(3, 40)
+    x[1, 7] = np.nan
+    _, expected = reference.quantize_8(torch.from_numpy(x))
+    np.testing.assert_allclose(native.smooth_quantize(x, None, isa=isa)[1], expected.numpy(), rtol=1e-6, equal_nan=True)
+
+
+def test_vectors_of_the_wrong_length_are_refused(isa):
+    q, weight, ones = codes(2, 40), codes(16, 40), np.ones(16, np.float32)
+    for arguments, message in [
+        ((q, ones[:1], weight, ones), "scale has shape"),
+        ((q, ones[:2], weight, ones[:5]), "weight_scale has shape"),
+        ((q, ones[:2], weight, ones, ones[:3]), "bias has shape"),
+        ((q[:, :30], ones[:2], weight, ones), "30 columns"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            native.w8a8_linear(*arguments, isa=isa)
+    with pytest.raises(ValueError, match="weight has shape"):
+        native.rms_norm(random(1, 64), ones, 1e-5, isa=isa)
+    with pytest.raises(ValueError, match="must be equal"):
+        native.silu_mul_smooth_quantize(random(1, 64), random(1, 32), random(64), isa=isa)
+
+
+def test_strided_and_half_precision_vectors_are_read_right(isa):
+    q, weight, scales = codes(700, 40), codes(16, 40), np.abs(random(1400))
+    expected = native.w8a8_linear(q, scales[::2].copy(), weight, np.full(16, 0.5, np.float32), isa=isa)
+    found = native.w8a8_linear(q, scales[::2], weight, np.full(16, 0.5, np.float16), isa=isa)
+    np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("kind", ["w8a8", "w8a16", "bf16"])
 def test_a_row_has_the_same_bits_alone_and_among_others(kind, isa):
     k, n = 200, 70

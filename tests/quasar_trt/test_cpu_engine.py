@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -191,6 +195,102 @@ def test_a_fork_shares_the_past_and_not_the_future(packed):
     np.testing.assert_array_equal(theirs, prefill(engine, [*ids, 3, 2])[1])
 
 
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, 3, -1])
+def test_when_accept_fails_every_sequence_is_as_it_was(packed, failure):
+    config, _, _, path = packed("int8")
+    engine = CpuEngine(path, max_seq_len=64)
+    sequences = [prefill(engine, random_ids(config, n))[0] for n in (5, 9)]
+
+    def accept(index, logits):
+        if index == 0:
+            return Acceptance((0,), 1)
+        if isinstance(failure, int):
+            return Acceptance((0,), failure)  # more than there are, or less than none
+        raise failure
+
+    with pytest.raises(ValueError if isinstance(failure, int) else failure):
+        engine.step([SequenceStep(s, [1], Draft((2, 3))) for s in sequences], accept)
+    assert [engine.length(s) for s in sequences] == [5, 9]
+    after = rows_of(engine, [SequenceStep(sequences[0], [4])])[0][0]
+    np.testing.assert_array_equal(after, prefill(engine, [*random_ids(config, 5), 4])[1])
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "int8"])
+def test_a_nan_stays_in_its_sequence_and_does_not_outlive_it(packed, recipe, tmp_path):
+    config, chosen, tensors, _ = packed(recipe, "odd head")  # sizes that are padded inside the engine
+    tensors = dict(tensors)
+    embedding = tensors["transformer.vocab_embedding.weight"].clone()
+    embedding[7, 3] = float("nan")
+    tensors["transformer.vocab_embedding.weight"] = embedding
+    compile_cpu(config, chosen, tensors, tmp_path / "rank0.engine")
+    engine = CpuEngine(tmp_path / "rank0.engine", max_seq_len=64)
+    sick, sound = engine.open(), engine.open()
+    rows = rows_of(engine, [SequenceStep(sick, [1, 7]), SequenceStep(sound, [1, 2])])
+    assert np.isnan(rows[0]).all()
+    _, alone = prefill(engine, [1, 2])
+    np.testing.assert_array_equal(rows[1][0], alone)
+    assert np.isfinite(alone).all()
+
+
+@pytest.mark.parametrize("isa", native.isa_names())
+def test_a_nan_score_makes_the_row_nan(packed, isa, tmp_path):
+    config, chosen, tensors, _ = packed("bf16")
+    tensors = dict(tensors)
+    qkv = tensors["transformer.layers.0.attention.qkv.weight"].clone()
+    qkv[0, 0] = float("nan")  # of a query: the scores of one head
+    tensors["transformer.layers.0.attention.qkv.weight"] = qkv
+    compile_cpu(config, chosen, tensors, tmp_path / "rank0.engine")
+    engine = CpuEngine(tmp_path / "rank0.engine", max_seq_len=64, isa=isa)
+    assert np.isnan(prefill(engine, [1, 2, 3])[1]).all()
+
+
+def test_logits_that_a_caller_keeps_are_read_only_and_stay_valid(packed):
+    _, _, _, path = packed("bf16")
+    engine = CpuEngine(path, max_seq_len=64)
+    kept = []
+
+    def accept(index, logits):
+        kept.append(logits)
+        return Acceptance((0,), logits.shape[0] - 1)
+
+    engine.step([SequenceStep(engine.open(), [1])], accept)
+    first = kept[0].copy()
+    engine.step([SequenceStep(engine.open(), [1], Draft((2,) * 20))], accept)  # needs more room
+    np.testing.assert_array_equal(kept[0], first)
+    with pytest.raises(ValueError, match="read-only"):
+        kept[0][0, 0] = 1.0
+
+
+def test_a_forked_process_is_told_to_open_the_engine_again(packed):
+    _, _, _, path = packed("bf16")
+    engine = CpuEngine(path, max_seq_len=64, threads=2)
+    child = os.fork()
+    if child == 0:  # only raw exits here: pytest must not run twice
+        try:
+            rows_of(engine, [SequenceStep(engine.open(), [1])])
+        except RuntimeError as error:
+            os._exit(0 if "open it again" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_too_many_threads_are_refused_in_one_line(packed):
+    path = packed("bf16")[3]
+    program = f"""
+import resource
+from pathlib import Path
+from quasar_trt.engines.cpu import CpuEngine
+from quasar_trt.errors import QuasarError
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+try:
+    CpuEngine(Path({str(path)!r}), max_seq_len=16, threads=3000)
+except QuasarError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert result.stdout.startswith("cannot start 3000 threads"), result.stderr
+
+
 def test_closing_frees_the_cache(packed):
     config, _, _, path = packed("bf16")
     engine = CpuEngine(path, max_seq_len=200)
@@ -210,11 +310,14 @@ def test_impossible_steps_are_refused_and_change_nothing(packed):
     sequence, _ = prefill(engine, random_ids(config, 14), chunk=7)
     for entry, message in [
         (SequenceStep(sequence, [1, 2, 3]), "would hold 17 tokens"),
-        (SequenceStep(sequence, [1] * 9), "would hold 9 rows|would hold 23 tokens"),
+        (SequenceStep(sequence, [1] * 9), "the pass has 9 rows"),
         (SequenceStep(sequence, [config.vocab_size]), "outside the vocabulary"),
         (SequenceStep(sequence, [-1]), "outside the vocabulary"),
         (SequenceStep(sequence, []), "no committed token"),
-        (SequenceStep(sequence, [1], Draft((1, 2), parents=(-1, -1))), "branches"),
+        (SequenceStep(sequence, [1], Draft((1, 2), parents=(-1, -1))), "are no chain"),
+        (SequenceStep(sequence, [1], Draft((1, 2), parents=(-1,))), "are no chain"),
+        (SequenceStep(sequence, [1], Draft((1,)), needs_logits=False), "needs no logits"),
+        (SequenceStep(sequence, [2**40]), "outside the vocabulary"),
         (SequenceStep(99, [1]), "not open"),
     ]:
         with pytest.raises(ValueError, match=message):

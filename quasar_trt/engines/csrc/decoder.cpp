@@ -28,7 +28,7 @@ Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, int threads,
   if (shape.head_quantized) normed_.codes16.resize(rows * normed_.stride);
   const int widest = std::max({normed_.stride, attended_.stride, gated_.stride});
   for (auto& scratch : scratch_)
-    scratch.resize(std::max<int64_t>(widest, static_cast<int64_t>(kMaxQueries) * (padded(shape.max_seq_len) + padded(shape.head))));
+    scratch.floats.resize(std::max<int64_t>(widest, static_cast<int64_t>(kMaxQueries) * (padded(shape.max_seq_len) + padded(shape.head))));
 }
 
 void Decoder::check(const std::vector<Part>& parts, const int32_t* tokens, int& rows) const {
@@ -49,7 +49,7 @@ void Decoder::check(const std::vector<Part>& parts, const int32_t* tokens, int& 
                                   std::to_string(shape_.vocab));
 }
 
-const float* Decoder::step(const std::vector<Part>& parts, const int32_t* tokens) {
+std::shared_ptr<const float> Decoder::step(const std::vector<Part>& parts, const int32_t* tokens) {
   int rows;
   check(parts, tokens, rows);
   parts_ = parts;
@@ -58,6 +58,7 @@ const float* Decoder::step(const std::vector<Part>& parts, const int32_t* tokens
   rows_.clear();
   logit_rows_.clear();
   pages_.resize(parts.size());
+  size_t most_pages = 0;
   for (int p = 0; p < static_cast<int>(parts.size()); ++p) {
     const Part& part = parts[static_cast<size_t>(p)];
     const int length = cache_.length(part.sequence);
@@ -65,16 +66,25 @@ const float* Decoder::step(const std::vector<Part>& parts, const int32_t* tokens
     auto& pages = pages_[static_cast<size_t>(p)];
     pages.clear();
     for (int i = 0; i * kPage < length + part.rows; ++i) pages.push_back(cache_.page(part.sequence, i));
+    most_pages = std::max(most_pages, pages.size());
     first_row_.push_back(static_cast<int>(rows_.size()));
     for (int i = 0; i < part.rows; ++i) {
       if (i >= part.rows - part.logit_rows) logit_rows_.push_back(static_cast<int>(rows_.size()));
       rows_.push_back({p, length + i});
     }
   }
-  logits_.resize(static_cast<int64_t>(logit_rows_.size()) * padded(shape_.vocab));
+  for (auto& scratch : scratch_) {  // here, because threads of the pool must not throw
+    scratch.keys.resize(most_pages);
+    scratch.values.resize(most_pages);
+  }
+  const int64_t wanted = static_cast<int64_t>(logit_rows_.size()) * padded(shape_.vocab);
+  if (logits_->size() < wanted) {
+    logits_ = std::make_shared<Buffer<float>>();
+    logits_->resize(wanted);
+  }
   pool_.run([this](int thread) { forward(thread); });
   for (const Part& part : parts_) cache_.advance(part.sequence, part.rows);
-  return logits_.get();
+  return std::shared_ptr<const float>(logits_, logits_->get());
 }
 
 void Decoder::forward(int thread) {
@@ -124,6 +134,7 @@ void Decoder::embed(int thread) {
     const uint16_t* from = weights_.embedding + static_cast<int64_t>(tokens_[row]) * hidden;
     float* to = hidden_.get() + static_cast<int64_t>(row) * stride;
     for (int i = 0; i < hidden; ++i) to[i] = bf16_to_float(from[i]);
+    for (int i = hidden; i < stride; ++i) to[i] = 0.0f;  // an earlier pass may have left NaN in this row's padding
   }
 }
 
@@ -139,7 +150,7 @@ void Decoder::normalize(const float* weight, int thread) {
 // Rows of a quantized engine become codes; a BF16 engine keeps its floats.
 void Decoder::quantize(Activations& x, const float* inverse_smoother, int n, int thread) {
   if (!shape_.quantized) return;
-  float* scratch = scratch_[static_cast<size_t>(thread)].get();
+  float* scratch = scratch_[static_cast<size_t>(thread)].floats.get();
   const auto [begin, end] = share(static_cast<int>(rows_.size()), thread, pool_.size());
   for (int row = begin; row < end; ++row) {
     const int64_t at = static_cast<int64_t>(row) * x.stride;
@@ -191,9 +202,9 @@ void Decoder::rotate(int layer, int thread) {
 void Decoder::attend(int layer, int thread) {
   const int head = shape_.head, width = padded(head), group = shape_.heads / shape_.kv_heads;
   const int qkv_stride = padded(shape_.qkv());
-  float* scratch = scratch_[static_cast<size_t>(thread)].get();
+  auto& [floats, keys, values] = scratch_[static_cast<size_t>(thread)];
+  float* scratch = floats.get();
   float* aside = scratch + static_cast<int64_t>(kMaxQueries) * padded(shape_.max_seq_len);
-  std::vector<const uint16_t*> keys, values;
   auto [begin, end] = share(static_cast<int>(rows_.size()) * shape_.heads, thread, pool_.size());
   while (begin < end) {
     const int p = rows_[static_cast<size_t>(begin / shape_.heads)].part;
@@ -202,8 +213,6 @@ void Decoder::attend(int layer, int thread) {
     const int stop = std::min(end, first * shape_.heads + (kv_head + 1) * per_head);
 
     const auto& pages = pages_[static_cast<size_t>(p)];
-    keys.resize(pages.size());
-    values.resize(pages.size());
     for (size_t i = 0; i < pages.size(); ++i) {
       keys[i] = pages[i] + cache_.keys_at(layer, kv_head);
       values[i] = pages[i] + cache_.values_at(layer, kv_head);
@@ -231,7 +240,7 @@ void Decoder::attend(int layer, int thread) {
 // The final norm and the head, for the rows that want logits.
 void Decoder::logits(int thread) {
   const int stride = normed_.stride, count = static_cast<int>(logit_rows_.size());
-  float* scratch = scratch_[static_cast<size_t>(thread)].get();
+  float* scratch = scratch_[static_cast<size_t>(thread)].floats.get();
   const auto [begin, end] = share(count, thread, pool_.size());
   for (int i = begin; i < end; ++i) {
     float* to = normed_.floats.get() + static_cast<int64_t>(i) * stride;
@@ -242,7 +251,7 @@ void Decoder::logits(int thread) {
                                                              normed_.codes16.get() + static_cast<int64_t>(i) * stride);
   }
   pool_.barrier();
-  const Output out{logits_.get(), padded(shape_.vocab), Epilogue::kStore};
+  const Output out{logits_->get(), padded(shape_.vocab), Epilogue::kStore};
   const auto [first, last] = share(padded(shape_.vocab) / kBlock, thread, pool_.size());
   if (shape_.head_quantized)
     kernels_->linear_w8a16(weights_.head, normed_.codes16.get(), stride, scales_.data(), count, first, last, out);

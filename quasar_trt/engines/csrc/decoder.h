@@ -18,8 +18,8 @@ namespace quasar {
 template <class T>
 class Buffer {
  public:
+  int64_t size() const { return size_; }
   void resize(int64_t count) {
-    if (count <= size_) return;
     const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
     data_.reset(static_cast<T*>(std::aligned_alloc(64, bytes)));
     if (!data_) throw std::bad_alloc();
@@ -67,9 +67,9 @@ class Decoder {
   Decoder(const DecoderShape& shape, DecoderWeights weights, int threads, const Kernels* kernels);
 
   KvCache& cache() { return cache_; }
-  // Logits [sum of logit_rows, padded(vocab)] float32, valid until the next step. Throws std::invalid_argument, before anything
+  // Logits [sum of logit_rows, padded(vocab)] float32, overwritten by the next step. Throws std::invalid_argument, before anything
   // changes, for an unknown token, more than max_rows rows or more than max_seq_len cached tokens.
-  const float* step(const std::vector<Part>& parts, const int32_t* tokens);
+  std::shared_ptr<const float> step(const std::vector<Part>& parts, const int32_t* tokens);
 
  private:
   struct Row { int part, position; };
@@ -106,10 +106,15 @@ class Decoder {
   std::vector<int> logit_rows_;
   const int32_t* tokens_ = nullptr;
 
-  Buffer<float> hidden_, qkv_, logits_;
+  Buffer<float> hidden_, qkv_;
+  std::shared_ptr<Buffer<float>> logits_ = std::make_shared<Buffer<float>>();  // shared with views that callers may keep
   Activations normed_, attended_, gated_;
   std::vector<RowScale> scales_;
-  std::vector<Buffer<float>> scratch_;  // per thread
+  struct Scratch {
+    Buffer<float> floats;
+    std::vector<const uint16_t*> keys, values;  // pages of one sequence, layer and key/value head
+  };
+  std::vector<Scratch> scratch_;  // per thread
 };
 
 }  // namespace quasar

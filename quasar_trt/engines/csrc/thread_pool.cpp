@@ -1,8 +1,10 @@
 #include "thread_pool.h"
 
-#include <chrono>
-
 #include <sched.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <stdexcept>
 
 namespace quasar {
 namespace {
@@ -19,27 +21,43 @@ constexpr auto kAwake = std::chrono::microseconds(1000);
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) : size_(threads) {
-  for (int i = 1; i < size_; ++i) workers_.emplace_back([this, i] { work(i); });
+ThreadPool::ThreadPool(int threads) : size_(threads), process_(getpid()) {
+  try {
+    for (int i = 1; i < size_; ++i) workers_.emplace_back([this, i] { work(i); });
+  } catch (...) {
+    stop();
+    throw;
+  }
 }
 
 ThreadPool::~ThreadPool() {
+  if (getpid() == process_) {
+    stop();
+    return;
+  }
+  // A forked child has no threads to join, and destroying what they sleep on would wait for them forever.
+  for (auto& worker : workers_) worker.detach();
+  sleep_.release();
+}
+
+void ThreadPool::stop() {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard<std::mutex> lock(sleep_->mutex);
     stopping_ = true;
   }
-  wake_.notify_all();
+  sleep_->wake.notify_all();
   for (auto& worker : workers_) worker.join();
 }
 
 void ThreadPool::run(const std::function<void(int)>& task) {
   if (size_ > 1) {
+    if (getpid() != process_) throw std::runtime_error("the engine was opened in another process; open it again in this one");
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      std::lock_guard<std::mutex> lock(sleep_->mutex);
       task_ = &task;
       generation_.fetch_add(1, std::memory_order_release);
     }
-    wake_.notify_all();
+    sleep_->wake.notify_all();
   }
   task(0);
   barrier();
@@ -53,9 +71,11 @@ void ThreadPool::barrier() {
     phase_.store(phase + 1, std::memory_order_release);
     return;
   }
-  for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
+  int spins = 0;
+  while (phase_.load(std::memory_order_acquire) == phase) {
     pause();
-    if (spins >= kSpins) sched_yield();
+    if (spins < kSpins) ++spins;
+    else sched_yield();
   }
 }
 
@@ -66,8 +86,8 @@ void ThreadPool::work(int index) {
     while (generation_.load(std::memory_order_acquire) == seen && !stopping_) {
       for (int i = 0; i < 64; ++i) pause();
       if (std::chrono::steady_clock::now() < until) continue;
-      std::unique_lock<std::mutex> lock(mutex_);
-      wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen || stopping_; });
+      std::unique_lock<std::mutex> lock(sleep_->mutex);
+      sleep_->wake.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen || stopping_; });
     }
     if (stopping_) return;
     ++seen;
