@@ -25,7 +25,7 @@ from quasar_trt.engines.cpu_layout import packed_spec
 from quasar_trt.engines.reference import ReferenceModel, load_tensors
 from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Limits, Manifest
-from quasar_trt.model_config import ModelConfig
+from quasar_trt.model_config import ModelConfig, whole_number
 from quasar_trt.recipe import Recipe
 from quasar_trt.tokenizer import load_tokenizer
 
@@ -33,6 +33,7 @@ from quasar_trt.tokenizer import load_tokenizer
 _FIDELITY_SEED = 1_000_003
 _FIDELITY_SAMPLES, _FIDELITY_LENGTH = 8, 128
 _CALIBRATION_ROWS = 1024  # per pass: few large products rather than many small ones
+_CALIB_SIZE, _CALIB_MAX_SEQ_LENGTH = 16, 256
 
 
 def build(
@@ -41,8 +42,8 @@ def build(
     recipe: Recipe,
     *,
     calib_dataset: Path | None = None,
-    calib_size: int = 16,
-    calib_max_seq_length: int = 256,
+    calib_size: int | None = None,
+    calib_max_seq_length: int | None = None,
     seed: int = 0,
     max_batch_size: int = 16,
     max_seq_len: int | None = None,
@@ -53,21 +54,23 @@ def build(
     """Builds `model` (Hugging Face directory, GGUF file or hub id) into the engine directory `output_dir`.
 
     calib_dataset: .txt or .jsonl file; without it the model writes its own calibration text from `seed`.
-    calib_size, calib_max_seq_length: samples, and tokens of each.
+    calib_size, calib_max_seq_length: samples, and tokens of each; 16 and 256 when None.
+    seed: of all text that the model writes itself, for fidelity too.
     max_seq_len: the model's own limit when None.
     force: an engine directory already at `output_dir` is replaced, once the new one is whole.
 
-    Raises QuasarError for input that cannot be built. On any failure or interrupt nothing is left behind.
+    Raises QuasarError for input that cannot be built, and for a calibration option that an unquantized recipe has no use
+    for. On any failure or interrupt nothing is left behind.
     """
     output_dir = Path(output_dir)
-    if calib_dataset is not None and not recipe.quantized:
-        raise QuasarError("calib_dataset has no use with quantization 'none'; leave it out, or use quantization 'int8'")
-    _check_numbers(
-        calib_size=calib_size,
-        calib_max_seq_length=calib_max_seq_length,
-        max_batch_size=max_batch_size,
-        max_draft_len=max_draft_len,
+    recipe.refuse_unused(calib_dataset=calib_dataset, calib_size=calib_size, calib_max_seq_length=calib_max_seq_length)
+    calib_size = whole_number("calib_size", _CALIB_SIZE if calib_size is None else calib_size)
+    calib_max_seq_length = whole_number(
+        "calib_max_seq_length", _CALIB_MAX_SEQ_LENGTH if calib_max_seq_length is None else calib_max_seq_length
     )
+    whole_number("seed", seed, least=0)
+    whole_number("max_batch_size", max_batch_size)
+    whole_number("max_draft_len", max_draft_len)
     _check_output(output_dir, force)
     source = open_source(str(model))
     longest = source.config.max_position_embeddings
@@ -82,7 +85,8 @@ def build(
         with Stages(progress) as stages:
             tensors = convert(source, stages.stage("Reading the model", source.config.num_hidden_layers))
             size = 0 if given or not recipe.quantized else calib_size
-            own, unseen = _self_texts(source, tensors, tokenizer, size, sample_length, seed, stages)
+            scratch = directory.parent
+            own, unseen = _self_texts(source, tensors, tokenizer, size, sample_length, seed, scratch, stages)
             maxima, calibration = {}, None
             if recipe.quantized:
                 samples = given or own
@@ -116,12 +120,6 @@ def _summary(measured: dict) -> str:
     )
 
 
-def _check_numbers(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if value < 1:
-            raise QuasarError(f"{name} is {value}; it must be at least 1")
-
-
 def _check_output(output_dir: Path, force: bool) -> None:
     """Refuses an existing output before any work is done; `--force` replaces engine directories only."""
     if not output_dir.exists() and not output_dir.is_symlink():
@@ -138,7 +136,8 @@ def _check_output(output_dir: Path, force: bool) -> None:
 
 @contextmanager
 def _appearing_whole(output_dir: Path, force: bool) -> Iterator[Path]:
-    """A temporary directory beside `output_dir` that takes its name when the block succeeds and vanishes when it fails."""
+    """A directory in a temporary one beside `output_dir`: it takes that name when the block succeeds, and vanishes with the
+    temporary one when it fails."""
     try:
         output_dir.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}.", dir=output_dir.parent))
@@ -151,15 +150,19 @@ def _appearing_whole(output_dir: Path, force: bool) -> Iterator[Path]:
         yield new
         _check_output(output_dir, force)  # it may have appeared meanwhile
         if output_dir.exists():
-            output_dir.rename(replaced)
-        try:
-            new.rename(output_dir)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(output_dir)
-            raise
+            _rename(output_dir, replaced)
+        _rename(new, output_dir)
     finally:
+        if replaced.exists() and new.exists():  # failed or interrupted between the two
+            _rename(replaced, output_dir)  # if this fails too, `replaced` stays
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _rename(source: Path, target: Path) -> None:
+    try:
+        source.rename(target)
+    except OSError as error:
+        raise QuasarError(f"cannot rename {source} to {target}: {error.strerror}") from None
 
 
 def _dataset(source: Source, path: Path | None, tokenizer, size: int, length: int) -> list[list[int]]:
@@ -175,15 +178,15 @@ def _dataset(source: Source, path: Path | None, tokenizer, size: int, length: in
 
 
 def _self_texts(
-    source: Source, tensors: dict, tokenizer, size: int, length: int, seed: int, stages: Stages
+    source: Source, tensors: dict, tokenizer, size: int, length: int, seed: int, scratch: Path, stages: Stages
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """(calibration texts, fidelity texts), all written by the model in one batch."""
+    """(calibration texts, fidelity texts), all written by the model in one batch; `scratch` holds its temporary file."""
     vocab_size = source.config.vocab_size
     fidelity_length = min(_FIDELITY_LENGTH, source.config.max_position_embeddings)
     texts: list[SelfText] = new_texts(tokenizer, vocab_size, size, length, seed)
     texts += new_texts(tokenizer, vocab_size, _FIDELITY_SAMPLES, fidelity_length, seed + _FIDELITY_SEED)
     longest = max(text.length for text in texts)
-    with source_engine(source.config, tensors, longest) as engine:
+    with source_engine(source.config, tensors, longest, scratch) as engine:
         write(engine, texts, stages.stage("Writing text", longest))
     ids = [text.ids for text in texts]
     return ids[:size], ids[size:]

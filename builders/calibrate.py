@@ -15,7 +15,10 @@ _OUTLIER = 20.0  # a channel this many times the linear's median channel is wort
 
 
 class ChannelMaxima:
-    """Observer of a `ReferenceModel`: linear name -> max|x| per input channel, float32 [in_features]."""
+    """Observer of a `ReferenceModel`: linear name -> max|x| per input channel, float32 [in_features].
+
+    Raises QuasarError naming the first linear whose input is not finite.
+    """
 
     def __init__(self):
         self.maxima: dict[str, torch.Tensor] = {}
@@ -23,6 +26,8 @@ class ChannelMaxima:
 
     def __call__(self, name: str, x: torch.Tensor) -> None:
         largest = x.abs().amax(dim=0).float()
+        if not largest.isfinite().all():
+            raise QuasarError(f"calibration reached NaN or infinity at the input of {name}; the model cannot be built")
         known = self.maxima.get(name)
         self.maxima[name] = largest if known is None else torch.maximum(known, largest)
         if name == next(iter(self.maxima)):
@@ -30,7 +35,7 @@ class ChannelMaxima:
 
     def report(self) -> dict:
         """Channels that were always 0, and for each linear with outliers the ratio of its largest to its median channel."""
-        ratios = {name: float(m.max() / m.median().clamp_min(1e-30)) for name, m in self.maxima.items()}
+        ratios = {name: float(m.max()) / max(float(m.median()), 1e-30) for name, m in self.maxima.items()}
         return {
             "dead_channels": sum(int((m == 0).sum()) for m in self.maxima.values()),
             "outliers": {name: round(ratio, 1) for name, ratio in ratios.items() if ratio >= _OUTLIER},
@@ -45,7 +50,8 @@ def read_dataset(path: Path) -> list[str]:
     if path.suffix not in (".txt", ".jsonl"):
         raise QuasarError(f"calibration file {path} must be .txt (a text per line) or .jsonl ({', '.join(_FIELDS)})")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # "utf-8-sig" drops a byte order mark; splitlines() would also cut inside a text, at U+2028 for one.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise QuasarError(f"cannot read calibration file {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -70,6 +76,14 @@ def _row_text(path: Path, number: int, line: str) -> str:
 
 
 def dataset_ids(path: Path, tokenizer, count: int, length: int) -> list[list[int]]:
-    """The first `count` texts of the file as token ids, each cut to `length`; fewer when the file has fewer."""
+    """The first `count` texts of the file as token ids, each cut to `length`; fewer when the file has fewer.
+
+    Raises as `read_dataset`, and when all of these texts encode to nothing.
+    """
     samples = [encode(tokenizer, text)[:length] for text in read_dataset(path)[:count]]
-    return [ids for ids in samples if ids]
+    samples = [ids for ids in samples if ids]
+    if not samples:
+        raise QuasarError(
+            f"the texts of calibration file {path} encode to no tokens; give text in the model's alphabet"
+        )
+    return samples

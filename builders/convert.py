@@ -1,4 +1,4 @@
-"""A source's tensors under checkpoint names: projections fused, everything in float32."""
+"""A source's tensors under checkpoint names, projections fused."""
 
 from __future__ import annotations
 
@@ -8,18 +8,25 @@ from quasar_trt.architectures import architecture_of
 from quasar_trt.builders.progress import Advance
 from quasar_trt.builders.source import Source
 from quasar_trt.checkpoint import LAYER_PREFIX
+from quasar_trt.errors import QuasarError
 
 
 def convert(source: Source, advance: Advance) -> dict[str, torch.Tensor]:
-    """The names of `checkpoint_spec(config, Recipe("none"))`, float32; a tied head is the embedding's own tensor.
+    """The names of `checkpoint_spec(config, Recipe("none"))`, BF16 or F32 as the source stores them; a tied head is the
+    embedding's own tensor.
 
-    Calls `advance(1)` after each layer.
+    Calls `advance(1)` after each layer. Raises QuasarError naming a tensor with a value that is not finite.
     """
     config = source.config
     architecture = architecture_of(config)
 
     def read(name: str) -> torch.Tensor:
-        return source.tensor(name).float()
+        tensor = source.tensor(name)
+        if not tensor.isfinite().all():
+            raise QuasarError(
+                f"{source.path}: {name} has values that are NaN or infinite; get an intact copy of the model"
+            )
+        return tensor
 
     tensors = {"transformer.vocab_embedding.weight": read(architecture.embedding)}
     for i in range(config.num_hidden_layers):

@@ -19,6 +19,7 @@ from torch import Tensor
 from quasar_trt.drafters.base import Draft
 from quasar_trt.engines.base import Acceptance, Engine, SequenceStep
 from quasar_trt.engines.reference import ReferenceModel
+from quasar_trt.errors import QuasarError
 
 _BLOCK_ROWS = 64  # rows held in float64 at a time: vocabularies are large
 
@@ -31,7 +32,7 @@ def measure(
     Returns kl (mean over positions, in nats) and kl_standard_error (positions taken as independent), top1_agreement
     (0 to 1), tokens (positions compared), source_perplexity and engine_perplexity (of each window's tokens after its
     first), text. `progress` shows a bar on stderr. Raises ValueError when there is no window, or one too short or longer
-    than the engine's max_seq_len.
+    than the engine's max_seq_len, and QuasarError when a figure is not finite.
     """
     if not texts or min(map(len, texts)) < 2:
         raise ValueError("fidelity needs at least one window, each of at least 2 tokens")
@@ -60,15 +61,18 @@ def measure(
             engine_next.append(_pick(q, following))
             start = stop
     kl = torch.cat(divergences)
-    return {
+    figures = {
         "kl": kl.mean().item(),
         "kl_standard_error": kl.std().item() / math.sqrt(len(kl)),
         "top1_agreement": torch.cat(agreements).double().mean().item(),
         "tokens": len(kl),
         "source_perplexity": torch.cat(source_next).mean().neg().exp().item(),
         "engine_perplexity": torch.cat(engine_next).mean().neg().exp().item(),
-        "text": f"{len(texts)} windows of at most {max(map(len, texts))} tokens",
     }
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            raise QuasarError(f"fidelity to the source cannot be measured: {name} is {value}; the logits leave float32")
+    return figures | {"text": f"{len(texts)} windows of at most {max(map(len, texts))} tokens"}
 
 
 def _pick(log_probs: Tensor, ids: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from quasar_trt.builders.gguf_tokenizer import build_tokenizer
 from quasar_trt.builders.source import Source, check_source_tensors
 from quasar_trt.builders.tokenizer_files import write_generation_config, write_tokenizer_config
 from quasar_trt.errors import QuasarError
-from quasar_trt.model_config import ModelConfig
+from quasar_trt.model_config import ModelConfig, derived_head_size
 from quasar_trt.rope import inverse_frequencies
 
 # general.architecture -> Hugging Face class
@@ -60,9 +60,12 @@ class GgufSource(Source):
         self._reader = _open_reader(path)
         self._refuse()
         self._tensors = {_hf_name(t.name): t for t in self._reader.tensors if t.name != _ROPE_FACTORS}
-        self.config = self._model_config()
+        try:
+            self.config = self._model_config()
+        except QuasarError as error:
+            raise QuasarError(f"{self.path}: {error}") from None
         found = {name: ("F32", tuple(int(n) for n in t.shape[::-1])) for name, t in self._tensors.items()}
-        unexpected = check_source_tensors(found, self.config, self.path)
+        unexpected = check_source_tensors(found, self.config, self.path, self._unreadable())
         self.names = tuple(found)
         self.notices = [f"unexpected tensors are not used: {', '.join(unexpected)}"] if unexpected else []
         types = Counter(t.tensor_type.name for t in self._tensors.values())
@@ -101,7 +104,25 @@ class GgufSource(Source):
         return default if field is None else field.contents()
 
     def _llama(self, key: str, default=None):
-        return self._field(f"llama.{key}", default)
+        value = self._field(f"llama.{key}", default)
+        if isinstance(value, list):
+            raise QuasarError(f"llama.{key} = {value}, layer by layer; only one value for all is supported")
+        return value
+
+    def _unreadable(self) -> list[str]:
+        """A problem for each block type that cannot be dequantized, tried on one block of zeros."""
+        from gguf import GGML_QUANT_SIZES, quants
+
+        names: dict = {}
+        for tensor in self._tensors.values():
+            names.setdefault(tensor.tensor_type, []).append(tensor.name)
+        problems = []
+        for kind, having in names.items():
+            try:
+                quants.dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+            except NotImplementedError:
+                problems.append(f"{', '.join(having)}: type {kind.name} cannot be dequantized by the gguf package")
+        return problems
 
     def _refuse(self) -> None:
         name = self._field("general.architecture")
@@ -122,18 +143,13 @@ class GgufSource(Source):
         required = ("embedding_length", "feed_forward_length", "block_count", "attention.head_count")
         missing = [f"llama.{key}" for key in required if self._llama(key) is None]
         if missing or "model.embed_tokens.weight" not in self._tensors:
-            raise QuasarError(f"{self.path} lacks {', '.join(missing) or 'token_embd.weight'}; it is not a whole model")
+            raise QuasarError(f"{', '.join(missing) or 'token_embd.weight'} is missing; it is not a whole model")
         hidden_size, intermediate_size, layers, heads = (self._llama(key) for key in required)
         kv_heads = self._llama("attention.head_count_kv", heads)
-        head_size = self._llama("attention.key_length") or hidden_size / heads
-        if heads % kv_heads or head_size % 2:
-            raise QuasarError(
-                f"{self.path}: hidden size {hidden_size}, {heads} heads and {kv_heads} KV heads do not divide into heads of an even size"
-            )
-        head_size = int(head_size)
+        head_size = self._llama("attention.key_length") or derived_head_size(hidden_size, heads)
         if self._llama("rope.dimension_count", head_size) != head_size:
             raise QuasarError(
-                f"{self.path} rotates {self._llama('rope.dimension_count')} of {head_size} dimensions; only all are supported"
+                f"it rotates {self._llama('rope.dimension_count')} of {head_size} dimensions; only all are supported"
             )
         config = ModelConfig(
             architecture=_ARCHITECTURES["llama"],
@@ -145,24 +161,24 @@ class GgufSource(Source):
             head_size=head_size,
             vocab_size=int(self._tensors["model.embed_tokens.weight"].shape[1]),
             max_position_embeddings=self._llama("context_length", 2048),
-            norm_epsilon=float(self._llama("attention.layer_norm_rms_epsilon", 1e-6)),
-            rotary_base=float(self._llama("rope.freq_base", 10000.0)),
+            norm_epsilon=self._llama("attention.layer_norm_rms_epsilon", 1e-6),
+            rotary_base=self._llama("rope.freq_base", 10000.0),
             qkv_bias="model.layers.0.self_attn.q_proj.bias" in self._tensors,
             dense_bias="model.layers.0.self_attn.o_proj.bias" in self._tensors,
             mlp_bias="model.layers.0.mlp.gate_proj.bias" in self._tensors,
             tie_word_embeddings="lm_head.weight" not in self._tensors,
         )
-        return dataclasses.replace(config, rotary_scaling=self._rope_scaling(config))
+        config = dataclasses.replace(config, rotary_scaling=self._rope_scaling(config))
+        inverse_frequencies(config)  # parameters that make no sense are refused here, not in an engine
+        return config
 
     def _rope_scaling(self, config: ModelConfig) -> dict | None:
         kind = self._llama("rope.scaling.type", "none")
         factors = next((t.data for t in self._reader.tensors if t.name == _ROPE_FACTORS), None)
         if kind == "linear" and factors is None:
-            return {"rope_type": "linear", "factor": float(self._llama("rope.scaling.factor", 1.0))}
+            return {"rope_type": "linear", "factor": self._llama("rope.scaling.factor", 1.0)}
         if kind != "none":
-            raise QuasarError(
-                f"unknown rope type '{kind}' in {self.path}; one of: none, linear, llama3 ({_ROPE_FACTORS})"
-            )
+            raise QuasarError(f"unknown rope type '{kind}'; one of: none, linear, llama3 ({_ROPE_FACTORS})")
         if factors is None:
             return None
         plain = inverse_frequencies(config)
@@ -171,7 +187,7 @@ class GgufSource(Source):
             if expected.shape == factors.shape and np.allclose(expected, factors, rtol=1e-3):
                 return scaling
         raise QuasarError(
-            f"{self.path}: {_ROPE_FACTORS} holds no frequency factors of Llama 3.1 or 3.2; use the Hugging Face checkpoint"
+            f"{_ROPE_FACTORS} holds no frequency factors of Llama 3.1 or 3.2; use the Hugging Face checkpoint"
         )
 
 

@@ -12,6 +12,7 @@ from quasar_trt.builders.tokenizer_files import (
     copy_tokenizer,
     eos_ids,
     has_tokenizer,
+    one_line,
     read_json,
     write_generation_config,
 )
@@ -50,9 +51,8 @@ def download(model: str) -> Path:
 
 
 def _hub_error(model: str, error: Exception) -> QuasarError:
-    reason = (str(error).strip().splitlines() or [""])[0] or type(error).__name__
     return QuasarError(
-        f"'{model}' is no directory or file here, and the hub did not give it: {reason}; check the name and the network"
+        f"'{model}' is no directory or file here, and the hub did not give it: {one_line(error)}; check the name and the network"
     )
 
 
@@ -64,8 +64,9 @@ class HfSource(Source):
     def __init__(self, directory: Path, path: str):
         self.path = path
         self._directory = directory
-        values = read_json(directory / "config.json")
-        self.config = model_config(values, str(directory / "config.json"))
+        described = directory / "config.json"
+        values = read_json(described)
+        self.config = model_config(values, str(described))
         self._shards = _shards(directory)
         found, self._shard_of, problems = _tensor_table(directory, self._shards)
         unexpected = check_source_tensors(found, self.config, str(directory), problems)
@@ -76,7 +77,7 @@ class HfSource(Source):
         self._files: dict[str, object] = {}
         generation = directory / "generation_config.json"
         self._generation = read_json(generation) if generation.is_file() else {}
-        self.eos_token_ids = eos_ids(self._generation.get("eos_token_id")) or eos_ids(values.get("eos_token_id"))
+        self.eos_token_ids = eos_ids(self._generation, str(generation)) or eos_ids(values, str(described))
         check_tied(self, str(directory))
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -98,8 +99,8 @@ def _shards(directory: Path) -> dict[str, list[str] | None]:
     """Shard file -> the tensors that the index expects in it, or None for a single file, which has no index."""
     if (directory / _INDEX).is_file():
         weight_map = read_json(directory / _INDEX).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise QuasarError(f"{directory / _INDEX} has no weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise QuasarError(f"{directory / _INDEX} has no weight_map from tensor names to file names")
         shards: dict[str, list[str] | None] = {}
         for name, shard in weight_map.items():
             shards.setdefault(shard, []).append(name)

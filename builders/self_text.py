@@ -94,16 +94,36 @@ def _never(index: int, logits: np.ndarray) -> Acceptance:
 
 
 @contextmanager
-def source_engine(config: ModelConfig, tensors: Mapping[str, torch.Tensor], max_seq_len: int) -> Iterator[Engine]:
-    """The source model as an engine, unquantized: the fast one, from a temporary file, where this machine has it."""
+def source_engine(
+    config: ModelConfig, tensors: Mapping[str, torch.Tensor], max_seq_len: int, scratch: Path
+) -> Iterator[Engine]:
+    """The source model as an engine, unquantized: the fast one, from a temporary file below `scratch`, where this machine
+    has it."""
     recipe = Recipe("none")
     if default_engine() != "cpu":
-        yield ReferenceEngine(ReferenceModel(config, recipe, tensors), max_seq_len=max_seq_len)
+        # a pass per token: converting BF16 weights in each of them would take longer than the pass
+        widened = {name: tensor.float() for name, tensor in tensors.items()}
+        yield ReferenceEngine(ReferenceModel(config, recipe, widened), max_seq_len=max_seq_len)
         return
     from quasar_trt.engines.cpu import CpuEngine
 
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(dir=scratch) as directory:
         path = Path(directory) / "rank0.engine"
-        rounded = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
-        compile_cpu(config, recipe, rounded, path)
+        compile_cpu(config, recipe, _Rounded(tensors), path)
         yield CpuEngine(path, max_seq_len=max_seq_len)
+
+
+class _Rounded(Mapping[str, torch.Tensor]):
+    """Tensors as BF16, each rounded when it is asked for: a large model's weights are in memory once."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]):
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name].to(torch.bfloat16)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from quasar_trt.errors import QuasarError
+from quasar_trt.model_config import whole_number
 
 # Any fast tokenizer can be loaded as this class, by every release of transformers: tokenizer.json holds all of it.
 _CLASS = "PreTrainedTokenizerFast"
@@ -28,7 +29,8 @@ def read_json(path: Path) -> dict:
 
 
 def write_json(path: Path, values: dict) -> None:
-    path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Raises ValueError for NaN and infinity, which JSON cannot hold."""
+    path.write_text(json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -48,8 +50,8 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
 
         try:
             AutoTokenizer.from_pretrained(source).save_pretrained(directory)
-        except (OSError, ValueError, ImportError) as error:
-            raise QuasarError(f"cannot convert the tokenizer in {source}: {str(error).splitlines()[0]}") from None
+        except Exception as error:  # the tokenizers library raises plain Exception
+            raise QuasarError(f"cannot convert the tokenizer in {source}: {one_line(error)}") from None
         values = read_json(directory / "tokenizer_config.json")
     write_json(directory / "tokenizer_config.json", values | {"tokenizer_class": _CLASS})
 
@@ -58,11 +60,16 @@ def write_tokenizer_config(directory: Path, values: dict) -> None:
     write_json(directory / "tokenizer_config.json", {"tokenizer_class": _CLASS} | values)
 
 
-def eos_ids(value) -> tuple[int, ...]:
-    """`eos_token_id` of a config, a number, a list or absent, as a tuple."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
+def one_line(error: Exception) -> str:
+    """The message of another library's exception, or its type where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def eos_ids(values: dict, where: str) -> tuple[int, ...]:
+    """`eos_token_id` of a config, a number, a list or absent, as a tuple. Raises QuasarError for anything else."""
+    value = values.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    return tuple(whole_number(f"{where}: eos_token_id", i, least=0) for i in ids)
 
 
 def write_generation_config(directory: Path, values: dict, eos_token_ids: tuple[int, ...]) -> None:

@@ -25,7 +25,7 @@ def write_checkpoint(
 ) -> FileRecord:
     """Writes config.json and rank0.safetensors and reads their tables back. Calls `advance(1)` per tensor.
 
-    tensors: float32, from `convert`. maxima: linear name -> largest |input| per channel; unused by an unquantized recipe.
+    tensors: BF16 or F32, from `convert`. maxima: linear name -> largest |input| per channel; unused by an unquantized recipe.
     """
     spec = checkpoint_spec(config, recipe)
     directory.mkdir()
@@ -37,7 +37,9 @@ def write_checkpoint(
             if recipe.quantized and name.startswith("transformer.layers.") and name not in ready:
                 ready = smoothed_layer(config, recipe, tensors, maxima, LAYER_PREFIX.format(i=next(layers)))
             if recipe.quantize_lm_head and name == "lm_head.weight":
-                ready = dict(zip((name, "lm_head.per_channel_scale"), quantize_rows(tensors[name]), strict=True))
+                ready = dict(
+                    zip((name, "lm_head.per_channel_scale"), quantize_rows(tensors[name].float()), strict=True)
+                )
             writer.write(name, ready[name] if name in ready else tensors[name].to(torch.bfloat16))
             advance(1)
     Checkpoint.open(directory)
@@ -52,14 +54,17 @@ def smoothed_layer(
     layer: dict[str, torch.Tensor] = {}
     factors: dict[str, torch.Tensor] = {}  # linear -> factor of each weight column
 
+    def weight(name: str) -> torch.Tensor:
+        return tensors[f"{name}.weight"].float()
+
     def joint_smoother(names: list[str]) -> torch.Tensor:
         inputs = torch.stack([maxima[name] for name in names]).amax(dim=0)
-        weights = torch.stack([tensors[f"{name}.weight"].abs().amax(dim=0) for name in names]).amax(dim=0)
+        weights = torch.stack([weight(name).abs().amax(dim=0) for name in names]).amax(dim=0)
         return smoother(inputs, weights, recipe.smoothquant)
 
     for norm in architecture.norms:
         readers = [prefix + linear.name for linear in architecture.linears if linear.norm == norm]
-        stored, factor = fold(tensors[f"{prefix}{norm}.weight"], joint_smoother(readers))
+        stored, factor = fold(weight(prefix + norm), joint_smoother(readers))
         layer[f"{prefix}{norm}.weight"] = stored
         layer[f"{prefix}{norm}.scale_to_int"] = torch.ones(1)
         factors.update(dict.fromkeys(readers, factor))
@@ -68,7 +73,7 @@ def smoothed_layer(
         if linear.norm is None:
             factors[name] = joint_smoother([name])
             layer[f"{name}.smoother"] = factors[name][None]
-        codes, scale = quantize_rows(tensors[f"{name}.weight"] * factors[name])
+        codes, scale = quantize_rows(weight(name) * factors[name])
         layer[f"{name}.weight"], layer[f"{name}.per_channel_scale"] = codes, scale
         if linear.bias(config):
             layer[f"{name}.bias"] = tensors[f"{name}.bias"].to(torch.bfloat16)

@@ -1,6 +1,8 @@
 """Supported architectures as data: which Hugging Face tensors make which checkpoint tensors, and who absorbs whose smoother.
 
-Adding a dense decoder means adding an entry to `ARCHITECTURES`, not code.
+The builder, the checkpoint and the packed file read sizes, biases and smoothers from here. A decoder whose layers compute
+the same under other names is one more entry in `ARCHITECTURES`; one that computes something else also needs engines
+that do.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ class Linear:
     """A quantized linear of one layer; weight [out_features, in_features].
 
     name: checkpoint name below `transformer.layers.{i}.`.
-    sources: Hugging Face names below the layer, concatenated along the output dimension, each with its rows.
+    sources: Hugging Face module name below the layer (without `.weight` or `.bias`) -> its rows in a configuration; their
+        tensors are concatenated along the output dimension in this order.
     norm: the norm that absorbs the smoother (shared by all linears that name it), or None for an explicit smoother
         that divides the input at run time.
     bias: whether this configuration has a bias here.

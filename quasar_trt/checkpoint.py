@@ -10,11 +10,11 @@ from pathlib import Path
 from quasar_trt.architectures import architecture_of
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig
-from quasar_trt.recipe import Recipe
+from quasar_trt.recipe import SMOOTHQUANT, Recipe
 from quasar_trt.tensorfile import TensorSpec, read_header
 
 LAYER_PREFIX = "transformer.layers.{i}."
-# Recipes that stock TensorRT-LLM modules cannot run carry this architecture, because stock loaders only warn about what they do not know.
+# What stock TensorRT-LLM modules cannot run carries this architecture, because stock loaders only warn about what they do not know.
 OWN_ARCHITECTURE = "QuasarForCausalLM"
 
 
@@ -47,7 +47,8 @@ def checkpoint_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec
 
 def checkpoint_config(config: ModelConfig, recipe: Recipe) -> dict:
     """config.json of the checkpoint: TensorRT-LLM's PretrainedConfig, our extras under the one key `quasar`."""
-    stock = not recipe.quantize_lm_head
+    # Stock modules have one switch for the biases of qkv and of the attention output, and no quantized head.
+    stock = not recipe.quantize_lm_head and config.qkv_bias == config.dense_bias
     return {
         "architecture": config.architecture if stock else OWN_ARCHITECTURE,
         "dtype": "bfloat16",
@@ -73,8 +74,8 @@ def checkpoint_config(config: ModelConfig, recipe: Recipe) -> dict:
         "quantization": {
             "quant_algo": "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN" if recipe.quantized else None,
             "kv_cache_quant_algo": None,
-            "smoothquant_val": recipe.smoothquant if recipe.quantized else 0.5,
-            "exclude_modules": ["lm_head"] if recipe.quantized and stock else None,
+            "smoothquant_val": recipe.smoothquant if recipe.quantized else SMOOTHQUANT,
+            "exclude_modules": ["lm_head"] if recipe.quantized and not recipe.quantize_lm_head else None,
         },
         "quasar": {"model": config.to_dict(), "recipe": recipe.to_dict()},
     }
@@ -104,15 +105,18 @@ class Checkpoint:
     @classmethod
     def open(cls, directory: Path) -> Checkpoint:
         """Reads config.json and the tensor table (not the data). Raises QuasarError on any mismatch."""
+        described = directory / "config.json"
         try:
-            values = json.loads((directory / "config.json").read_text())
-            extras = values["quasar"]
+            extras = json.loads(described.read_text(encoding="utf-8"))["quasar"]
             config, recipe = ModelConfig.from_dict(extras["model"]), Recipe.from_dict(extras["recipe"])
+            spec = checkpoint_spec(config, recipe)
         except OSError as error:
-            raise QuasarError(f"cannot read {directory / 'config.json'}: {error.strerror}") from None
+            raise QuasarError(f"cannot read {described}: {error.strerror}") from None
+        except QuasarError as error:
+            raise QuasarError(f"{described}: {error}") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise QuasarError(f"{directory / 'config.json'} is not a checkpoint of this product ({error})") from None
+            raise QuasarError(f"{described} is not a checkpoint of this product ({error})") from None
         path = directory / "rank0.safetensors"
         found, _, _, _ = read_header(path)
-        check_tensors(found, checkpoint_spec(config, recipe), str(path))
+        check_tensors(found, spec, str(path))
         return cls(config, recipe, path)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -41,14 +43,14 @@ def cli():
 @click.argument("model")
 @click.option("--output-dir", type=PATH, required=True, help="Engine directory to make.")
 @field_option(Recipe, "quantization", "Weights: int8 (W8A8) or none (BF16).", type=click.Choice(QUANTIZATIONS))
-@field_option(Recipe, "smoothquant", "Smoothing exponent alpha, 0 to 1.", type=float, metavar="ALPHA")
+@field_option(Recipe, "smoothquant", "Smoothing exponent alpha, 0 to 1; 0.5 by default.", type=float, metavar="ALPHA")
 @field_option(Recipe, "quantize_lm_head", "Store the head as INT8 too.", flag=True)
 @click.option(
     "--calib-dataset", type=PATH, metavar="FILE", help="Calibration text; without it the model writes its own."
 )
-@click.option("--calib-size", type=int, default=16, show_default=True, help="Calibration samples.")
-@click.option("--calib-max-seq-length", type=int, default=256, show_default=True, help="Tokens per calibration sample.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the self-written calibration text.")
+@click.option("--calib-size", type=int, help="Calibration samples; 16 by default.")
+@click.option("--calib-max-seq-length", type=int, help="Tokens per calibration sample; 256 by default.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the text that the model writes itself.")
 @click.option("--max-batch-size", type=int, default=16, show_default=True, help="Most requests per pass.")
 @click.option("--max-seq-len", type=int, help="Most tokens per sequence; the model's own limit by default.")
 @click.option(
@@ -100,7 +102,7 @@ def generate(engine_dir, prompt, chat, drafter, drafter_option, engine, threads,
     )
     clock = DecodeClock()
     for text in prompt:
-        request = sys.stdin.read() if text == "-" else text
+        request = standard_input() if text == "-" else text
         if chat:
             request = runner.chat_ids([{"role": "user", "content": request}])
         for output in clock.time(runner.stream(request, sampling_params)):
@@ -108,6 +110,16 @@ def generate(engine_dir, prompt, chat, drafter, drafter_option, engine, threads,
         click.echo()
     if stats:
         click.echo(stats_line(runner.stats, clock.tokens_per_second), err=True)
+
+
+def standard_input() -> str:
+    """All of it. Raises QuasarError when it is closed or is no text."""
+    if sys.stdin is None:
+        raise QuasarError("the prompt '-' reads standard input, which is closed; give it a file or a pipe")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise QuasarError(f"standard input is not {error.encoding} text; give the prompt in that encoding") from None
 
 
 def stats_line(stats: SpeculationMetrics, tokens_per_second: float | None) -> str:
@@ -143,8 +155,8 @@ def bench(int8, bf16, prompts, limit_per_task, output, drafter_option, **options
     """
     from quasar_trt.bench.prompts import load_prompts
 
-    if output and not output.parent.is_dir():
-        raise QuasarError(f"--output: directory {output.parent} does not exist")
+    if output:
+        check_output(output)
     options = BenchOptions(drafter_options=dict(drafter_option), **options)
     prompts = load_prompts(prompts, limit_per_task)
 
@@ -155,7 +167,20 @@ def bench(int8, bf16, prompts, limit_per_task, output, drafter_option, **options
     report = run_bench({"BF16": bf16, "INT8": int8}, prompts, options, Console(stderr=True))
     report.show(Console())
     if output:
-        output.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+        try:
+            output.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+        except OSError as error:
+            raise QuasarError(f"--output: cannot write {output}: {error.strerror}") from None
+
+
+def check_output(path: Path) -> None:
+    """Raises QuasarError, before a long run, for a file that could not be written after it."""
+    if not path.parent.is_dir():
+        raise QuasarError(f"--output: directory {path.parent} does not exist")
+    if path.is_dir():
+        raise QuasarError(f"--output: {path} is a directory; give the name of a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise QuasarError(f"--output: no permission to write {path}")
 
 
 @cli.command()
@@ -169,6 +194,7 @@ def info(engine_dir, verify):
     from rich.console import Console
 
     from quasar_trt.info import show_engine, show_machine, verify_engine
+    from quasar_trt.manifest import Manifest
 
     console = Console()
     if engine_dir is None:
@@ -176,9 +202,10 @@ def info(engine_dir, verify):
             raise QuasarError("--verify needs an ENGINE_DIR")
         show_machine(console)
         return
-    show_engine(engine_dir, console)
+    manifest = Manifest.open(engine_dir)
+    show_engine(engine_dir, manifest, console)
     if verify:
-        verify_engine(engine_dir, console, Console(stderr=True))
+        verify_engine(engine_dir, manifest, console, Console(stderr=True))
 
 
 def main() -> None:
@@ -189,11 +216,20 @@ def main() -> None:
         fail(str(error))
     except click.UsageError as error:
         fail(usage_message(error))
+    except OSError as error:
+        discard_output()
+        fail(f"{error.strerror}: {error.filename}" if error.filename else error.strerror or str(error))
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
 
 
-def fail(message: str) -> None:
+def discard_output() -> None:
+    """What standard output still buffers may be what could not be written; at exit Python would try again."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def fail(message: str) -> NoReturn:
     click.echo(f"error: {message}", err=True)
     sys.exit(1)
 

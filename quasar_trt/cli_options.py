@@ -51,7 +51,7 @@ class OptionPair(click.ParamType):
 
 
 class RegistryName(click.ParamType):
-    """A name out of a registry that is imported only when it is needed; the registry's own lookup reports a wrong name."""
+    """A name out of a registry that is imported only when it is needed; what looks the name up reports a wrong one."""
 
     name = "name"
 
@@ -70,6 +70,11 @@ def drafter_options(*besides: str):
 
         return [*DRAFTERS, *besides]
 
+    def check(ctx, param, value):
+        if value not in names():
+            raise unknown("drafter", value, names())
+        return value
+
     def decorate(command):
         command = click.option(
             "--drafter-option",
@@ -79,7 +84,12 @@ def drafter_options(*besides: str):
             help="An option of the drafter; may be repeated.",
         )(command)
         return click.option(
-            "--drafter", type=RegistryName(names), default="ngram", show_default=True, help="Who proposes tokens."
+            "--drafter",
+            type=RegistryName(names),
+            callback=check,
+            default="ngram",
+            show_default=True,
+            help="Who proposes tokens.",
         )(command)
 
     return decorate
@@ -108,5 +118,7 @@ def usage_message(error: click.UsageError) -> str:
         ]
         near = difflib.get_close_matches(error.option_name.replace("_", "-"), known, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"see {error.ctx.command_path} --help"
+        if any(param.nargs == -1 for param in error.ctx.command.params):  # PROMPT...
+            hint += "; put -- before a text that begins with '-'"
         return f"{where}unknown option '{error.option_name}'; {hint}"
     return where + " ".join(error.format_message().split())

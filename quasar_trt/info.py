@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -39,9 +40,8 @@ def show_machine(console: Console) -> None:
     console.print(facts_table("this machine", describe_machine()))
 
 
-def show_engine(directory: Path, console: Console) -> None:
+def show_engine(directory: Path, manifest: Manifest, console: Console) -> None:
     """Manifest, model, sizes and fidelity. Raises QuasarError for a directory that is no sound engine."""
-    manifest = Manifest.open(directory)
     console.print(facts_table(str(directory), _manifest_facts(manifest)), "")
     if (directory / "checkpoint").is_dir():
         model = Checkpoint.open(directory / "checkpoint").config
@@ -50,11 +50,13 @@ def show_engine(directory: Path, console: Console) -> None:
     console.print(_fidelity_table(directory / "fidelity.json"))
 
 
-def verify_engine(directory: Path, console: Console, progress: Console) -> None:
-    """Hashes every weight file. Raises QuasarError naming the first that differs."""
-    manifest = Manifest.open(directory)
-    with progress.status(f"hashing {len(manifest.files)} files ..."):
-        manifest.verify(directory)
+def verify_engine(directory: Path, manifest: Manifest, console: Console, progress_console: Console) -> None:
+    """Hashes every weight file, with a bar on `progress_console`. Raises QuasarError naming the first that differs."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    shown = progress_console.is_terminal
+    with Progress(*columns, console=progress_console, transient=True, disable=not shown) as progress:
+        bar = progress.add_task("hashing", total=manifest.size)
+        manifest.verify(directory, lambda size: progress.advance(bar, size))
     console.print(f"every weight file has the sha256 of the manifest ({len(manifest.files)} files)")
 
 
@@ -78,7 +80,7 @@ def _manifest_facts(manifest: Manifest) -> dict[str, object]:
         "calibration": _calibration_text(calibration) if calibration else "none",
     }
     notices = manifest.source.get("notices")
-    return facts | ({"notices": "\n".join(notices)} if notices else {})
+    return facts | ({"notices": "\n".join(map(str, notices))} if isinstance(notices, list) and notices else {})
 
 
 def _recipe_text(recipe: Recipe) -> str:
@@ -128,6 +130,8 @@ def _fidelity_table(path: Path) -> Table:
         raise QuasarError(f"cannot read {path}: {error.strerror}; build the engine again") from None
     except ValueError:
         raise QuasarError(f"{path} is damaged: not JSON; build the engine again") from None
+    if not isinstance(fidelity, dict):
+        raise QuasarError(f"{path} is damaged: not a JSON object; build the engine again")
     scalars = {key: value for key, value in fidelity.items() if isinstance(value, (int, float, str))}
     return facts_table(
         "fidelity to the source model",

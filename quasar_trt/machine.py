@@ -13,10 +13,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-# Features that decide how fast integer and BF16 arithmetic can be, in the spelling of /proc/cpuinfo.
-X86_FEATURES = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16")
-MATRIX_FEATURES = ("amx_int8", "amx_bf16")
-ARM_FEATURES = ("asimd", "asimddp", "i8mm", "bf16", "sve")
+# Features that the native kernels use, in the spelling of /proc/cpuinfo.
+FEATURES = ("avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
 
 # Distribution -> the extra that installs it; "" for those that every installation has.
 STACKS = {
@@ -42,7 +40,7 @@ def describe_machine() -> dict[str, str]:
         "memory": memory(),
         "native engine": native_engine(),
         "compiler": compiler(),
-        "GPU": gpu(),
+        "GPU": gpu() or "none found",
         "MPI": shutil.which("mpirun") or "no mpirun on PATH",
         **{name: version_of(name) or missing(extra) for name, extra in STACKS.items()},
     }
@@ -77,12 +75,13 @@ def cpu_model() -> str:
 
 
 def cpu_features() -> list[str]:
-    """Those of the features above that this processor reports."""
-    found = set(_cpuinfo("flags", "Features").split())
-    return [feature for feature in (*X86_FEATURES, *MATRIX_FEATURES, *ARM_FEATURES) if feature in found]
+    """Those of `FEATURES` that this processor reports."""
+    found = set(_cpuinfo("flags").split())
+    return [feature for feature in FEATURES if feature in found]
 
 
 def usable_cpus() -> int:
+    """CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -120,6 +119,6 @@ def compiler() -> str:
     return "none found (g++ or clang++ is needed to compile the native engine)"
 
 
-def gpu() -> str:
-    query = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    return _first_line("nvidia-smi", *query) or "none found"
+def gpu() -> str | None:
+    """Name, memory and driver of the first NVIDIA GPU."""
+    return _first_line("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")

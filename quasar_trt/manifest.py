@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +58,8 @@ class Manifest:
         """
         directory = Path(directory)
         path = directory / "config.json"
+        if directory.is_file():
+            raise QuasarError(f"{directory} is a file; an engine directory is needed, as quasar-trt build makes it")
         if not directory.is_dir():
             raise QuasarError(
                 f"engine directory {directory} does not exist; make one with: quasar-trt build MODEL --output-dir DIR"
@@ -73,6 +76,7 @@ class Manifest:
                 f"{directory} has format version {version}; this version reads {FORMAT_VERSION}; build the engine again"
             )
         try:
+            _check_values(values)
             manifest = cls(
                 **values
                 | {
@@ -81,7 +85,9 @@ class Manifest:
                     "files": {name: FileRecord(**record) for name, record in values["files"].items()},
                 }
             )
-        except (KeyError, TypeError) as error:
+        except KeyError as error:
+            raise QuasarError(f"{path} is damaged: {error.args[0]} is missing; build the engine again") from None
+        except (TypeError, QuasarError) as error:
             raise QuasarError(f"{path} is damaged: {error}; build the engine again") from None
         for name, record in manifest.files.items():
             file = directory / name
@@ -98,11 +104,46 @@ class Manifest:
                 )
         return manifest
 
-    def verify(self, directory: Path) -> None:
-        """Hashes every weight file. Raises QuasarError naming the first that differs."""
+    @property
+    def size(self) -> int:
+        """Bytes of all weight files."""
+        return sum(record.size for record in self.files.values())
+
+    def verify(self, directory: Path, advance: Callable[[int], None] = lambda size: None) -> None:
+        """Hashes every weight file, telling `advance` the bytes read. Raises QuasarError naming the first that differs."""
         for name, record in self.files.items():
-            found = hash_file(directory / name)
+            found = hash_file(directory / name, advance)
             if found != record.sha256:
                 raise QuasarError(
                     f"{directory / name} has sha256 {found}, the manifest says {record.sha256}; it was altered: build the engine again"
                 )
+
+
+_TYPES = {
+    "producer": dict,
+    "target": str,
+    "limits": dict,
+    "tp_size": int,
+    "recipe": dict,
+    "source": dict,
+    "calibration": dict | None,
+    "files": dict,
+}
+
+
+def _check_values(values: dict) -> None:
+    """Raises KeyError or TypeError for JSON that cannot be a manifest's values."""
+    for name, kind in _TYPES.items():
+        if not isinstance(values[name], kind):
+            raise TypeError(f"{name} is {values[name]!r}")
+    for name, value in values["limits"].items():
+        if type(value) is not int or value < 1:
+            raise TypeError(f"{name} is {value!r}, not an integer of at least 1")
+    for name in ("path", "kind"):
+        if not isinstance(values["source"][name], str):
+            raise TypeError(f"the source's {name} is {values['source'][name]!r}")
+    if not values["files"]:
+        raise TypeError("it names no weight file")
+    for name, record in values["files"].items():
+        if not isinstance(record, dict):
+            raise TypeError(f"files: {name} is {record!r}")

@@ -6,8 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 
 from quasar_trt.errors import QuasarError, named_options, unknown
+from quasar_trt.model_config import stored_fields
 
 QUANTIZATIONS = ("int8", "none")
+SMOOTHQUANT = 0.5
+# What `to_dict` spells out and `from_dict` need not read.
+_DERIVED = ("weight_bits", "activation_bits", "activation_granularity", "head_bits")
 
 
 @named_options("recipe option")
@@ -17,31 +21,46 @@ class Recipe:
 
     quantization: "int8" (W8A8: weights symmetric per output channel, activations symmetric per row, dynamic) or
         "none" (BF16 weights, float activations: the honest baseline).
-    smoothquant: the exponent alpha of s_j = max|X_j|^alpha / max|W_j|^(1 - alpha) (SmoothQuant, arXiv 2211.10438, eq. 4).
+    smoothquant: the exponent alpha of s_j = max|X_j|^alpha / max|W_j|^(1 - alpha) (SmoothQuant, arXiv 2211.10438, eq. 4);
+        left out, it is 0.5 for "int8" and stays None for "none", where there is nothing to smooth.
     quantize_lm_head: the head as INT8 per row; its activations keep 16 bits.
+
+    Raises QuasarError for a value that is not allowed, and for an option that "none" has no use for.
     """
 
     quantization: str = "int8"
-    smoothquant: float = 0.5
+    smoothquant: float | None = None
     quantize_lm_head: bool = False
 
     def __post_init__(self):
         if self.quantization not in QUANTIZATIONS:
-            raise unknown("quantization", self.quantization, QUANTIZATIONS)
-        if not 0.0 <= self.smoothquant <= 1.0:
+            raise unknown("quantization", str(self.quantization), QUANTIZATIONS)
+        if not isinstance(self.quantize_lm_head, bool):
+            raise QuasarError(f"quantize_lm_head is {self.quantize_lm_head!r}; allowed: true, false")
+        if not self.quantized:
+            self.refuse_unused(smoothquant=self.smoothquant, quantize_lm_head=self.quantize_lm_head or None)
+        elif self.smoothquant is None:
+            object.__setattr__(self, "smoothquant", SMOOTHQUANT)
+        elif not isinstance(self.smoothquant, int | float) or not 0 <= self.smoothquant <= 1:
             raise QuasarError(f"smoothquant is {self.smoothquant}; allowed: 0 to 1")
-        if self.quantize_lm_head and not self.quantized:
-            raise QuasarError("quantize_lm_head needs quantization 'int8', not 'none'")
 
     @property
     def quantized(self) -> bool:
         return self.quantization != "none"
 
+    def refuse_unused(self, **options: object) -> None:
+        """Raises QuasarError naming the first of `options` that is given (not None) although nothing is quantized."""
+        for name, value in options.items():
+            if value is not None and not self.quantized:
+                raise QuasarError(
+                    f"{name} has no use with quantization '{self.quantization}'; leave it out, or use quantization 'int8'"
+                )
+
     def to_dict(self) -> dict:
         """The recipe as stored in manifests and checkpoints, with what it implies spelled out."""
         values = dataclasses.asdict(self)
         if not self.quantized:
-            return values | {"smoothquant": None, "weight_bits": 16, "activation_bits": None, "head_bits": 16}
+            return values | {"weight_bits": 16, "activation_bits": None, "head_bits": 16}
         return values | {
             "weight_bits": 8,
             "activation_bits": 8,
@@ -51,5 +70,5 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, values: dict) -> Recipe:
-        names = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{key: value for key, value in values.items() if key in names and value is not None})
+        """The inverse of `to_dict`. Raises QuasarError for values that this version cannot have written."""
+        return cls(**stored_fields(cls, values, "recipe", _DERIVED))

@@ -17,10 +17,12 @@ Drafts with probabilities: the ratio test (Leviathan et al., arXiv 2211.17192, a
 algorithm 2). Draft token d ~ q is accepted with probability min(1, p(d) / q(d)); otherwise the recovered token is drawn
 from the residual max(0, p - q) / sum(max(0, p - q)). The emitted token then follows p:
     q(x) min(1, p(x) / q(x)) + (1 - sum_y min(p(y), q(y))) residual(x) = min(p(x), q(x)) + max(0, p(x) - q(x)) = p(x).
-The test is written u q(d) < p(d) with u in [0, 1): a token of probability 0 never passes, not even with u = 0, and p = q
-always passes, so that an all-zero residual is never sampled. At temperature 0 p is one-hot and both rules emit the argmax.
+The test is written u q(d) < p(d) with u in [0, 1), both probabilities rounded to float32: a token of probability 0 never
+passes, not even with u = 0; one with p(d) = q(d) > 0 always does; so after a rejection p(d) < q(d) and the residual holds
+none of d. Where rounding alone makes q exceed p and no residual is left over, p itself stands in for it: its draw may be d
+again, which is then kept. At temperature 0 p is one-hot and both rules emit the argmax.
 
-Each row is judged as if the drafts before it were already emitted.
+Each row is treated as if the drafts before it were already emitted.
 """
 
 from __future__ import annotations
@@ -31,46 +33,51 @@ import numpy as np
 
 from quasar_trt.drafters.base import Draft
 from quasar_trt.engines.base import Acceptance
+from quasar_trt.errors import QuasarError
 from quasar_trt.sampling import ACCEPT, SAMPLE, Sampler, Target
 
 
 def accept(
     logits: np.ndarray, draft: Draft, sampler: Sampler, position: int, finishes: Callable[[int, int], bool]
 ) -> Acceptance:
-    """Judges one draft (a chain).
+    """Accepts a prefix of one draft (a chain) and emits one token more.
 
     logits: [1 + len(draft), vocab] float32; row 0 belongs to the last committed token, row i to draft token i - 1.
     position: of the first emitted token in the sequence; keys the noise.
     finishes: (token, how many were emitted before it in this step) -> whether the request ends with it. Nothing is
         emitted after such a token: when it is a draft token, there is no recovered or bonus token.
 
-    Rows after the first rejection are not looked at. Raises QuasarError for a row without a finite maximum.
+    Rows after the first rejection are not looked at. Raises QuasarError when row 0 has no finite maximum. A later row
+    without one ends the step with the tokens before it, the last of which counts as not drafted: the next pass brings it
+    again and meets that row as its row 0, as plain decoding does.
     """
     emitted: list[int] = []
-    for row, drafted in enumerate(draft.ids):
-        if draft.probs is None or sampler.greedy:
-            token = sampler.sample(logits[row], position + row)
-        else:
-            token = _ratio_test(logits[row], drafted, draft.probs[row], sampler, position + row)
+    for row, drafted in enumerate((*draft.ids, None)):  # no token is drafted for the last row: it gives the bonus
+        q = None if drafted is None or draft.probs is None or sampler.greedy else draft.probs[row]
+        try:
+            if q is None:
+                token = sampler.sample(logits[row], position + row)
+            else:
+                token = _ratio_test(logits[row], drafted, q, sampler, position + row)
+        except QuasarError:
+            if row == 0:
+                raise
+            break
         emitted.append(token)
         if token != drafted:
-            return Acceptance(tuple(emitted), row)
+            break
         if finishes(token, row):
             return Acceptance(tuple(emitted), row + 1)
-    emitted.append(sampler.sample(logits[len(draft)], position + len(draft)))
-    return Acceptance(tuple(emitted), len(draft))
+    return Acceptance(tuple(emitted), len(emitted) - 1)
 
 
 def _ratio_test(logits: np.ndarray, drafted: int, q: np.ndarray, sampler: Sampler, position: int) -> int:
-    """The drafted token when it passes, else the recovered token, which differs from it: there p(d) < q(d).
+    """The drafted token when it passes, else the recovered token.
 
     logits, q: [vocab] float32.
     """
     p = sampler.target(logits)
     if sampler.uniform(position, ACCEPT) * float(q[drafted]) < p.probability(drafted):
         return drafted
-    residual = np.maximum(p.dense(len(logits)) - q, np.float32(0))
-    residual[drafted] = 0.0  # so in exact arithmetic; rounding must not bring it back
-    recovered = Target(residual)
-    # p and q equal but for rounding: nothing is left over, and p itself is the limit of the residual.
+    recovered = Target(np.maximum(p.dense(len(logits)) - q, np.float32(0)))
     return (recovered if recovered.total > 0.0 else p).pick(sampler.uniform(position, SAMPLE))

@@ -65,7 +65,7 @@ class Request:
         return self.num_cached + len(chunk) == len(self.context)
 
     def accept(self, logits: np.ndarray, draft: Draft) -> Acceptance:
-        """The verdict on a draft, from its rows of logits; a row that is no distribution ends this request alone."""
+        """Acceptance of a draft, from its rows of logits; a first row that is no distribution ends this request alone."""
         try:
             return accept(logits, draft, self.sampler, len(self.context), self.stop.finishes)
         except QuasarError as error:
@@ -75,9 +75,9 @@ class Request:
     def commit(self, acceptance: Acceptance) -> list[int]:
         """Appends what was emitted, up to the id that finishes the request; returns what was appended."""
         before = len(self.context)
-        self.num_cached = before + acceptance.num_accepted_tokens
         for token in acceptance.emitted:
             self.context.append(token)
             if self.stop.emit(token):
                 break
+        self.num_cached = before + acceptance.num_accepted_tokens
         return self.context[before:]

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from quasar_trt.errors import QuasarError, unknown
-from quasar_trt.model_config import ModelConfig
+from quasar_trt.model_config import ModelConfig, positive_number
 
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -21,30 +21,36 @@ def rope_type(scaling: dict | None) -> str:
 
     Raises QuasarError when the type is not one this product computes.
     """
-    name = "default" if not scaling else scaling.get("rope_type") or scaling.get("type") or "default"
+    given = [scaling[key] for key in ("rope_type", "type") if scaling and scaling.get(key) is not None]
+    name = given[0] if given else "default"
     if name not in ROPE_TYPES:
-        raise unknown("rope type", name, ROPE_TYPES)
+        raise unknown("rope type", str(name), ROPE_TYPES)
     return name
 
 
-def _number(scaling: dict, key: str) -> float:
-    if not isinstance(scaling.get(key), int | float):
-        raise QuasarError(f"rope scaling '{rope_type(scaling)}' needs a number for '{key}', found {scaling.get(key)!r}")
-    return float(scaling[key])
-
-
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
-    """float32 [head_size / 2]: base^(-2i / head_size), rescaled as `rotary_scaling` says."""
+    """float32 [head_size / 2]: base^(-2i / head_size), rescaled as `rotary_scaling` says.
+
+    Raises QuasarError for a type that is not computed here and for parameters that are missing or make no sense.
+    """
+
+    def number(key: str) -> float:
+        return positive_number(f"'{key}' of rope type '{kind}'", scaling.get(key))
+
     exponents = np.arange(0, config.head_size, 2, dtype=np.float32) / np.float32(config.head_size)
     frequencies = (1.0 / np.power(np.float32(config.rotary_base), exponents)).astype(np.float32)
     scaling = config.rotary_scaling
     kind = rope_type(scaling)
     if kind == "linear":
-        frequencies = frequencies / np.float32(_number(scaling, "factor"))
+        frequencies = frequencies / np.float32(number("factor"))
     elif kind == "llama3":
-        factor = _number(scaling, "factor")
-        low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
-        original = _number(scaling, "original_max_position_embeddings")
+        factor = number("factor")
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if low >= high:
+            raise QuasarError(
+                f"'low_freq_factor' of rope type 'llama3' is {low}; it must be below 'high_freq_factor', {high}"
+            )
+        original = number("original_max_position_embeddings")
         wavelengths = 2 * math.pi / frequencies.astype(np.float64)
         smooth = (original / wavelengths - low) / (high - low)
         blended = (1 - smooth) * frequencies / factor + smooth * frequencies

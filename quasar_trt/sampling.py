@@ -23,10 +23,13 @@ from quasar_trt.sampling_params import SamplingParams
 # Streams of noise at one position: they are independent of each other.
 SAMPLE = 0  # the uniform that picks a token (of p, or of the residual after a rejection)
 ACCEPT = 1  # the uniform of the ratio test
+DRAFT = 2  # the uniform by which a drafter with probabilities draws its token from q
 
 _KEY = struct.Struct("<qqqq")
 _BLOCK = 256  # weights per partial sum of the inverse CDF
-_LARGEST_SCALE = 1e30  # 1 / temperature is capped here: finite in float32, and such a distribution is one-hot anyway
+# 1 / temperature is kept within these: above, p is one-hot anyway; below, it is uniform anyway. In float32 neither end
+# becomes infinite or 0, which would turn the 0 of the maximum or the -inf of a masked id into NaN.
+_SMALLEST_SCALE, _LARGEST_SCALE = 1e-30, 1e30
 
 
 def uniform(seed: int, sample: int, position: int, stream: int) -> float:
@@ -53,15 +56,14 @@ class Target:
         return float(self._cumulative[-1])
 
     def probability(self, token: int) -> float:
-        if self.ids is None:
-            return float(self.weights[token]) / self.total
-        index = int(np.searchsorted(self.ids, token))
-        if index == len(self.ids) or self.ids[index] != token:
+        """p(token), rounded as in `dense`."""
+        index = token if self.ids is None else int(np.searchsorted(self.ids, token))
+        if self.ids is not None and (index == len(self.ids) or self.ids[index] != token):
             return 0.0
-        return float(self.weights[index]) / self.total
+        return float(self.weights[index] / np.float32(self.total))
 
     def dense(self, vocab: int) -> np.ndarray:
-        """p as [vocab] float32, a fresh array."""
+        """p as [vocab] float32, each entry rounded once; a fresh array."""
         p = np.zeros(vocab, np.float32)
         p[slice(None) if self.ids is None else self.ids] = self.weights
         p /= np.float32(self.total)
@@ -110,7 +112,8 @@ class Sampler:
         self.greedy = params.greedy
         self._seed = secrets.randbits(63) if params.seed is None else params.seed
         self._sample_index = sample_index
-        self._scale = 1.0 if self.greedy else min(1.0 / params.temperature, _LARGEST_SCALE)
+        scale = 1.0 if self.greedy else 1.0 / params.temperature
+        self._scale = min(max(scale, _SMALLEST_SCALE), _LARGEST_SCALE)
         self._scratch = np.empty(0, np.float32)
 
     def uniform(self, position: int, stream: int) -> float:

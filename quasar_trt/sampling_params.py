@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from quasar_trt.errors import QuasarError, named_options
+
+
+def _float(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return math.inf
+
+
+# field -> what it is stored as, the type taken (a bool is no number), whether a value is allowed, the same in words
+_RULES = {
+    "temperature": (_float, Real, lambda x: 0 <= x < math.inf, "0 (greedy) or more, finite"),
+    "top_k": (int, Integral, lambda x: x >= -1, "a positive integer, or 0 or -1 for all tokens"),
+    "top_p": (_float, Real, lambda x: 0 < x <= 1, "a number above 0, at most 1"),
+    "seed": (int, Integral, lambda x: -(2**63) <= x < 2**63, "a 64-bit integer, or None for a fresh one"),
+    "max_tokens": (int, Integral, lambda x: x >= 1, "an integer of at least 1"),
+    "ignore_eos": (bool, bool, lambda x: True, "True or False"),
+}
 
 
 @named_options("sampling parameter")
@@ -28,16 +48,14 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self):
-        if not 0.0 <= self.temperature < float("inf"):
-            raise QuasarError(f"temperature is {self.temperature}; allowed: 0 (greedy) or more")
-        if not isinstance(self.top_k, int) or self.top_k < -1:
-            raise QuasarError(f"top_k is {self.top_k}; allowed: a positive integer, or 0 or -1 for all tokens")
-        if not 0.0 < self.top_p <= 1.0:
-            raise QuasarError(f"top_p is {self.top_p}; allowed: above 0, at most 1")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
-            raise QuasarError(f"seed is {self.seed}; allowed: a 64-bit integer, or None for a fresh one")
-        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
-            raise QuasarError(f"max_tokens is {self.max_tokens}; allowed: an integer of at least 1")
+        for name, (convert, kind, allows, allowed) in _RULES.items():
+            value = getattr(self, name)
+            if name == "seed" and value is None:
+                continue
+            right_type = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            if not right_type or not allows(convert(value)):
+                raise QuasarError(f"{name} is {value!r}; allowed: {allowed}")
+            object.__setattr__(self, name, convert(value))  # numbers of other libraries become Python's
 
     @property
     def greedy(self) -> bool:

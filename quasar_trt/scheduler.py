@@ -26,10 +26,14 @@ class Scheduler:
     max_draft_len: the most draft tokens per request and pass.
     stats: metrics over all requests so far.
 
-    Raises QuasarError when the drafter may propose more than max_draft_len.
+    Raises QuasarError for limits that leave nothing to do and when the drafter may propose more than max_draft_len.
     """
 
     def __init__(self, engine: Engine, drafter: Drafter | None, max_batch_size: int, max_draft_len: int):
+        if max_batch_size < 1:
+            raise QuasarError(f"max_batch_size is {max_batch_size}; allowed: 1 or more")
+        if max_draft_len < 0:
+            raise QuasarError(f"max_draft_len is {max_draft_len}; allowed: 0 (no drafts) or more")
         if drafter is not None and drafter.num_speculative_tokens > max_draft_len:
             raise QuasarError(
                 f"num_speculative_tokens is {drafter.num_speculative_tokens}; allowed: at most {max_draft_len}, the "
@@ -49,8 +53,22 @@ class Scheduler:
         self._waiting.append(request)
 
     def step(self) -> None:
-        """Advances every active request by one pass."""
+        """Advances every active request by one pass.
+
+        Whatever interrupts it, each request stays as it was before the pass or as it is after it.
+        """
         self._admit()
+        try:
+            self._advance()
+        except BaseException:
+            for request in self._active:
+                if self._engine.length(request.sequence) > request.num_cached:
+                    self._engine.truncate(request.sequence, request.num_cached)
+            raise
+        finally:
+            self.release([request for request in self._active if request.finish_reason is not None])
+
+    def _advance(self) -> None:
         active, chunks = self._active, self._chunks()
         accept_seconds = 0.0
 
@@ -79,7 +97,6 @@ class Scheduler:
                 request.num_cached += len(chunk)
             else:
                 self._commit(request, draft, acceptance)
-        self.release([request for request in active if request.finish_reason is not None])
 
     def release(self, requests: Sequence[Request]) -> None:
         """Takes requests out, finished or not, and frees what they hold; those already out are left alone."""
@@ -96,8 +113,9 @@ class Scheduler:
     def _admit(self) -> None:
         """Waiting requests become active while there is room."""
         while self._waiting and len(self._active) < self._max_active:
+            sequence = self._engine.open()  # first: when it fails, the request still waits
             request = self._waiting.popleft()
-            request.sequence = self._engine.open()
+            request.sequence = sequence
             self._active.append(request)
             if self._drafter:
                 self._drafter.start(request.id, request.context)
@@ -125,7 +143,7 @@ class Scheduler:
             limit = min(self._max_draft_len, share, request.stop.remaining - 1)
             if limit > 0 and request.reaches_end(chunk):
                 indices.append(index)
-                batch.append(DraftRequest(request.id, request.context, limit))
+                batch.append(DraftRequest(request.id, request.context, limit, request.sampler))
         if not batch:
             return drafts
         for index, asked, draft in zip(indices, batch, self._drafter.propose(batch), strict=True):

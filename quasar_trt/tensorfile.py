@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,21 +21,25 @@ import numpy as np
 from quasar_trt.errors import QuasarError
 
 ALIGNMENT = 64
-_ITEM_SIZES = {"BF16": 2, "F32": 4, "I32": 4, "I8": 1, "U8": 1}
-# numpy has no bfloat16: its bits are mapped as uint16.
-_NUMPY_TYPES = {"BF16": np.uint16, "F32": np.float32, "I32": np.int32, "I8": np.int8, "U8": np.uint8}
+# Header name -> numpy type. numpy has no bfloat16: its bits are mapped as uint16.
+_DTYPES = {
+    "BF16": np.dtype(np.uint16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "I8": np.dtype(np.int8),
+}
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor as the header names it: dtype one of BF16, F32, I32, I8, U8."""
+    """A tensor as the header names it: dtype BF16, F16, F32 or I8, or in foreign files another one, of unknown size."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * _ITEM_SIZES[self.dtype]
+        return math.prod(self.shape) * _DTYPES[self.dtype].itemsize
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
@@ -87,7 +93,7 @@ class TensorWriter:
             raise ValueError(f"tensor '{name}' written out of order; next is '{expected}'")
         spec = self._pending.pop(name)
         array = to_numpy(tensor)
-        if array.dtype != _NUMPY_TYPES[spec.dtype] or tuple(array.shape) != spec.shape:
+        if array.dtype != _DTYPES[spec.dtype] or tuple(array.shape) != spec.shape:
             raise ValueError(f"tensor '{name}' is {array.dtype} {list(array.shape)}; declared {spec}")
         if array.nbytes:
             self._append(memoryview(np.ascontiguousarray(array)).cast("B"))
@@ -121,7 +127,8 @@ def to_numpy(tensor) -> np.ndarray:
 def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, int], dict[str, str], bytes]:
     """(specs, absolute byte offsets, metadata, raw header bytes) of a safetensors file.
 
-    Raises QuasarError when the file is missing, is not safetensors, or is shorter than its header says.
+    Raises QuasarError when the file is missing, is not safetensors, is shorter or longer than its header says, or when its
+    tensors do not fill the data one after the other.
     """
     try:
         with open(path, "rb") as file:
@@ -134,43 +141,65 @@ def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, int], dict
     except OSError as error:
         raise QuasarError(f"cannot read {path}: {error.strerror}") from None
     try:
-        header = json.loads(text)
-        metadata = header.pop("__metadata__", {})
-        specs = {name: TensorSpec(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
-        offsets = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
-        end = max((8 + length + entry["data_offsets"][1] for entry in header.values()), default=8 + length)
+        specs, ranges, metadata = _parse_header(text)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise QuasarError(f"{path} is not a safetensors file: its header cannot be parsed") from None
-    if size < end:
-        raise QuasarError(f"{path} is truncated: {size} bytes, its header promises {end}; copy or build it again")
-    return specs, offsets, metadata, prefix + text
+    start = 8 + length
+    end = 0
+    for name, (begin, stop) in sorted(ranges.items(), key=lambda item: item[1]):
+        known = specs[name].dtype in _DTYPES
+        if begin != end or stop < begin or (known and stop - begin != specs[name].nbytes):
+            raise QuasarError(
+                f"{path} is damaged: tensor '{name}', {specs[name]}, cannot lie at bytes {begin} to {stop} after byte {end}; copy or build it again"
+            )
+        end = stop
+    if size < start + end:
+        raise QuasarError(
+            f"{path} is truncated: {size} bytes, its header promises {start + end}; copy or build it again"
+        )
+    if size > start + end:
+        raise QuasarError(f"{path} has {size - start - end} bytes after its last tensor; copy or build it again")
+    return specs, {name: start + begin for name, (begin, _) in ranges.items()}, metadata, prefix + text
+
+
+def _parse_header(text: bytes) -> tuple[dict[str, TensorSpec], dict[str, tuple[int, int]], dict[str, str]]:
+    """(specs, data offsets, metadata). Raises ValueError, KeyError, TypeError or AttributeError for what is no header."""
+    header = json.loads(text)
+    metadata = header.pop("__metadata__", {})
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise TypeError("metadata must be strings")
+    specs, ranges = {}, {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        if not all(type(number) is int and number >= 0 for number in (begin, end, *entry["shape"])):
+            raise TypeError(f"shape and data_offsets of {name} must be whole numbers")
+        specs[name] = TensorSpec(str(entry["dtype"]), tuple(entry["shape"]))
+        ranges[name] = (begin, end)
+    return specs, ranges, metadata
 
 
 def map_tensors(path: Path) -> dict[str, np.ndarray]:
     """Every tensor of the file as a read-only view of one memory map; BF16 appears as uint16 bits.
 
-    The views keep the map alive. Raises as `read_header`, and for dtypes outside BF16, F32, I32, I8, U8.
+    The views keep the map alive. Raises as `read_header`, and for dtypes outside BF16, F16, F32, I8.
     """
     specs, offsets, _, _ = read_header(path)
     with open(path, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     tensors = {}
     for name, spec in specs.items():
-        if spec.dtype not in _NUMPY_TYPES:
-            raise QuasarError(f"{path}: tensor '{name}' has dtype {spec.dtype}; allowed: {', '.join(_NUMPY_TYPES)}")
-        count = int(np.prod(spec.shape, dtype=np.int64))
-        tensors[name] = np.frombuffer(mapped, _NUMPY_TYPES[spec.dtype], count, offsets[name]).reshape(spec.shape)
+        if spec.dtype not in _DTYPES:
+            raise QuasarError(f"{path}: tensor '{name}' has dtype {spec.dtype}; allowed: {', '.join(_DTYPES)}")
+        array = np.frombuffer(mapped, _DTYPES[spec.dtype], math.prod(spec.shape), offsets[name])
+        tensors[name] = array.reshape(spec.shape)
     return tensors
 
 
-def hash_file(path: Path) -> str:
-    """sha256 of the whole file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _hash(file)
-
-
-def _hash(file) -> str:  # Python 3.10 has no hashlib.file_digest
+def hash_file(path: Path, advance: Callable[[int], None]) -> str:
+    """sha256 of the whole file; `advance` is told the bytes of each block that was read."""
     digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+            advance(len(block))
     return digest.hexdigest()

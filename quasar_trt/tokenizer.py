@@ -6,7 +6,8 @@ transformers is imported when a tokenizer is loaded, torch never.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,14 +32,22 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Ids of a raw prompt, with the special tokens that the tokenizer adds; a BOS spelled in the text is not doubled."""
-    return _one_bos(tokenizer, tokenizer(text)["input_ids"])
+    """Ids of a raw prompt, with the special tokens that the tokenizer adds; a BOS spelled in the text is not doubled.
+
+    Raises QuasarError for text that UTF-8 cannot hold.
+    """
+    return _one_bos(tokenizer, tokenizer(_utf8(text))["input_ids"])
 
 
 def chat_text(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool = True
+    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
 ) -> str:
-    """`messages` ({"role", "content"}) through the chat template. Raises QuasarError when there is none or it objects."""
+    """`messages` through the chat template.
+
+    Raises QuasarError for messages that are not a list of {"role": text, "content": text}, and when there is no template
+    or it objects.
+    """
+    _check_messages(messages)
     if not tokenizer.chat_template:
         raise QuasarError("this model has no chat template; give the prompt as plain text")
     from jinja2 import TemplateError
@@ -51,15 +60,37 @@ def chat_text(
         raise QuasarError(f"the chat template refuses these messages: {error}") from None
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, str]]) -> list[int]:
+def encode_chat(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Ids of a chat prompt. The template alone decides about special tokens, so it gives at most one BOS."""
     text = chat_text(tokenizer, messages)
-    return _one_bos(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
+    return _one_bos(tokenizer, tokenizer(_utf8(text), add_special_tokens=False)["input_ids"])
 
 
 def decode(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
     """Text of `ids` without special tokens."""
     return tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
+    allowed = '{"role": text, "content": text}'
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise QuasarError(f"messages is {reprlib.repr(messages)}; allowed: a list of at least one {allowed}")
+    for message in messages:
+        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise QuasarError(f"a message is {reprlib.repr(message)}; allowed: {allowed}")
+
+
+def _utf8(text: str) -> str:
+    """`text` as it is. Raises QuasarError when it has half of a surrogate pair, as badly decoded input does."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise QuasarError(
+            f"the text has {text[error.start]!r} at character {error.start}; allowed: what UTF-8 can hold; "
+            "was it read with another encoding?"
+        ) from None
+    return text
 
 
 def _one_bos(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[int]:

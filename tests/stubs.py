@@ -10,6 +10,7 @@ import numpy as np
 
 from quasar_trt.drafters.base import Draft, Drafter, DraftRequest
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep
+from quasar_trt.sampling import DRAFT
 
 
 def one_hot_logits(token: int, vocab: int) -> np.ndarray:
@@ -52,6 +53,8 @@ class Pass:
 @dataclass
 class StubEngine(Engine):
     """Logits prescribed as a function of all ids up to the row's own; the cache is a list of ids per sequence.
+
+    An interrupted step leaves its rows in the caches.
 
     passes: every call of `step`; accepted: what came out of it. closed: handles in the order of closing.
     """
@@ -165,6 +168,26 @@ class StubDrafter(Drafter):
 
     def stop(self, request_id: int) -> None:
         self.calls.append(("stop", request_id))
+
+
+class SamplingDrafter(Drafter):
+    """Draws from the softmax of prescribed logits after the request's own temperature (above 0) and filters."""
+
+    def __init__(self, logits: Callable[[tuple[int, ...]], np.ndarray], num_speculative_tokens: int):
+        self.logits = logits
+        self.num_speculative_tokens = num_speculative_tokens
+
+    def propose(self, batch: Sequence[DraftRequest]) -> list[Draft]:
+        return [self._propose_one(request) for request in batch]
+
+    def _propose_one(self, request: DraftRequest) -> Draft:
+        ids, probs = list(request.context), []
+        for _ in range(min(request.limit, self.num_speculative_tokens)):
+            row = self.logits(tuple(ids))
+            q = request.sampler.target(row)
+            probs.append(q.dense(len(row)))
+            ids.append(q.pick(request.sampler.uniform(len(ids), DRAFT)))
+        return Draft(tuple(ids[len(request.context) :]), probs=np.stack(probs))
 
 
 def perfect_rule(logits: Callable[[tuple[int, ...]], np.ndarray]) -> Callable[[Sequence[int], int], list[int]]:

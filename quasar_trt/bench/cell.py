@@ -57,7 +57,8 @@ def measure(runner: Runner, prompt_ids: list[int], sampling_params: SamplingPara
     """Decodes one prompt and times it."""
     before = runner.stats.snapshot()
     clock = DecodeClock()
-    token_ids = [id for output in clock.time(runner.stream(prompt_ids, sampling_params)) for id in output.token_ids]
+    stream = runner.stream(prompt_ids, sampling_params, detokenize=False)
+    token_ids = [token for output in clock.time(stream) for token in output.token_ids]
     used = runner.stats - before
     return Measurement(
         token_ids=tuple(token_ids),
@@ -72,17 +73,27 @@ VERIFY_ROWS = (1, 2, 3, 5, 8)
 
 
 def verify_costs(engine: Engine, context: int = 128, repeats: int = 15) -> dict[int, float]:
-    """Rows of a verify pass over one sequence of `context` cached tokens -> median seconds of interleaved repeats."""
-    context = min(context, engine.max_seq_len - max(VERIFY_ROWS))
+    """Rows of a verify pass over one sequence of `context` cached tokens -> median seconds of interleaved repeats.
+
+    Leaves out numbers of rows that the engine cannot hold, and shortens `context` to fit its max_seq_len.
+    """
+
+    def accept(index, logits) -> Acceptance:
+        return Acceptance((0,), 0)
+
+    max_rows = engine.capabilities.max_rows
+    numbers = [rows for rows in VERIFY_ROWS if rows < engine.max_seq_len and rows <= max_rows]
+    context = min(context, engine.max_seq_len - max(numbers))
     sequence = engine.open()
-    for _ in range(context):
-        engine.step([SequenceStep(sequence, [0], needs_logits=False)], lambda index, logits: Acceptance((0,), 0))
-    seconds: dict[int, list[float]] = {rows: [] for rows in VERIFY_ROWS}
+    for start in range(0, context, max_rows):
+        chunk = [0] * min(max_rows, context - start)
+        engine.step([SequenceStep(sequence, chunk, needs_logits=False)], accept)
+    seconds: dict[int, list[float]] = {rows: [] for rows in numbers}
     for _ in range(repeats):
-        for rows in VERIFY_ROWS:
+        for rows in numbers:
             batch = [SequenceStep(sequence, [0], Draft((0,) * (rows - 1)))]
             started = perf_counter()
-            engine.step(batch, lambda index, logits: Acceptance((0,), 0))
+            engine.step(batch, accept)
             seconds[rows].append(perf_counter() - started)
             engine.truncate(sequence, context)
     engine.close(sequence)

@@ -32,11 +32,12 @@ def load_prompts(path: Path, limit_per_task: int | None = None) -> list[Prompt]:
     Of "turns" only the first is used. Raises QuasarError naming the line that cannot be used.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise QuasarError(f"cannot read prompts {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise QuasarError(f"prompts {path} are not UTF-8 text; allowed: JSON Lines") from None
+    lines = text.split("\n")  # not splitlines(): JSON strings may hold the other separators that it knows
     prompts = [_prompt(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise QuasarError(f"prompts {path} hold no line; allowed: JSON Lines with 'prompt', 'turns' or 'messages'")

@@ -33,7 +33,7 @@ class Run:
 class Report:
     """All runs of one benchmark; the methods derive every figure from them. A figure that was not measured is None.
 
-    verify_costs: per cell, rows of a verify pass -> seconds.
+    verify_costs: per cell, rows of a verify pass -> seconds, for those rows that its engine holds.
     """
 
     options: BenchOptions
@@ -188,7 +188,7 @@ class Report:
             table.add_row(
                 cell.name,
                 *(f"{share:.1%}" for share in self.shares(cell).values()),
-                *(f"{costs[rows]:.2f}x" for rows in VERIFY_ROWS[1:]),
+                *(f"{costs[rows]:.2f}x" if rows in costs else "-" for rows in VERIFY_ROWS[1:]),
             )
         table.caption = "shares of the time; cost of a verify step of that many rows over one of a single row"
         return table

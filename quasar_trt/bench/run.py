@@ -12,6 +12,8 @@ from quasar_trt.bench.cell import CELLS, CellProcess
 from quasar_trt.bench.options import BenchOptions
 from quasar_trt.bench.prompts import Prompt
 from quasar_trt.bench.report import Report, Run
+from quasar_trt.checkpoint import Checkpoint
+from quasar_trt.engines import default_engine
 from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Manifest
 from quasar_trt.tokenizer import encode, encode_chat, load_tokenizer
@@ -22,17 +24,13 @@ def run_bench(
 ) -> Report:
     """`engine_dirs`: {"BF16": ..., "INT8": ...}. The progress bar goes to `progress_console`.
 
-    Raises QuasarError when a directory holds other weights than its cell or a cell's process fails.
+    Raises QuasarError when a directory holds other weights than its cell, the directories are not of one model, a prompt
+    does not fit, or a cell's process fails.
     """
     sampling_params = options.sampling_params
-    for weights, directory in engine_dirs.items():
-        found = "INT8" if Manifest.open(directory).recipe.quantized else "BF16"
-        if found != weights:
-            raise QuasarError(f"{directory} holds {found} weights; --{weights.lower()} needs {weights}")
-    tokenizer = load_tokenizer(engine_dirs["INT8"])
-    ids = [
-        encode(tokenizer, prompt.text) if options.raw else encode_chat(tokenizer, prompt.messages) for prompt in prompts
-    ]
+    max_seq_len = _check_engines(engine_dirs)
+    ids = _encode(prompts, _tokenizer(engine_dirs), options.raw, max_seq_len)
+    engine = default_engine()  # chosen here, so that a warning about it appears once and not once per cell
 
     with ExitStack() as stack:
         cells = {
@@ -43,6 +41,7 @@ def run_bench(
                     {
                         "drafter": options.drafter if cell.drafted else None,
                         "drafter_options": options.drafter_options if cell.drafted else {},
+                        "engine": engine,
                         "threads": options.threads,
                     },
                 )
@@ -58,6 +57,7 @@ def run_bench(
                 TimeRemainingColumn(),
                 console=progress_console,
                 transient=True,
+                disable=not progress_console.is_terminal,
             )
         )
         bar = progress.add_task("warm-up", total=len(CELLS) * (1 + options.repeats * len(prompts)))
@@ -77,3 +77,38 @@ def run_bench(
     costs = {cell: cost for cell, (cost, _) in ends.items()}
     peak_memory = {cell: peak for cell, (_, peak) in ends.items()}
     return Report(options, engine_dirs, tuple(runs), weight_bytes, peak_memory, costs)
+
+
+def _check_engines(engine_dirs: dict[str, Path]) -> int:
+    """The tokens that a sequence may have in both engines. Raises QuasarError unless they fit their names and each other."""
+    manifests = {weights: Manifest.open(directory) for weights, directory in engine_dirs.items()}
+    for weights, manifest in manifests.items():
+        found = "INT8" if manifest.recipe.quantized else "BF16"
+        if found != weights:
+            raise QuasarError(f"{engine_dirs[weights]} holds {found} weights; --{weights.lower()} needs {weights}")
+    one, other = engine_dirs.values()
+    if Checkpoint.open(one / "checkpoint").config != Checkpoint.open(other / "checkpoint").config:
+        raise QuasarError(f"{one} and {other} are engines of different models; build both from one model")
+    return min(manifest.limits.max_seq_len for manifest in manifests.values())
+
+
+def _tokenizer(engine_dirs: dict[str, Path]):
+    """The tokenizer of both engines. Raises QuasarError when they have different ones."""
+    one, other = map(load_tokenizer, engine_dirs.values())
+    if one.get_vocab() != other.get_vocab():
+        raise QuasarError(
+            f"{' and '.join(map(str, engine_dirs.values()))} have different tokenizers; build both from one model"
+        )
+    return one
+
+
+def _encode(prompts: list[Prompt], tokenizer, raw: bool, max_seq_len: int) -> list[list[int]]:
+    """Ids of each prompt. Raises QuasarError for one that leaves no room for an answer."""
+    ids = [encode(tokenizer, prompt.text) if raw else encode_chat(tokenizer, prompt.messages) for prompt in prompts]
+    for number, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True), 1):
+        if not 0 < len(tokens) < max_seq_len:
+            raise QuasarError(
+                f"prompt {number} (task {prompt.task}) has {len(tokens)} tokens; allowed: 1 to {max_seq_len - 1}, one "
+                "less than the engines' max_seq_len; shorten it or build with a larger --max-seq-len"
+            )
+    return ids

@@ -9,8 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from quasar_trt.sampling import Sampler
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,15 @@ class DraftRequest:
     request_id: the id given to `start`.
     context: prompt and emitted ids so far; the runner appends to it, a drafter only reads it.
     limit: the most draft tokens this request can use now, >= 1.
+    sampler: the request's own temperature, filters and noise. A drafter with probabilities gets q from
+        `sampler.target(its logits)` and draws with `sampler.uniform(position, DRAFT)`, a stream of its own: draws that
+        share their noise with acceptance would bend the output's distribution.
     """
 
     request_id: int
     context: Sequence[int]
     limit: int
+    sampler: Sampler
 
 
 class Drafter(ABC):
@@ -58,7 +66,10 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, batch: Sequence[DraftRequest]) -> list[Draft]:
-        """One draft per entry of `batch`, each of at most `limit` tokens, possibly empty."""
+        """One draft per entry of `batch`, each of at most `limit` tokens, possibly empty.
+
+        After a pass that failed a request is asked again, without `observe` for the draft that was lost.
+        """
 
     def observe(self, request_id: int, emitted: Sequence[int], num_accepted_tokens: int) -> None:  # noqa: B027
         """The verifier's answer to the last draft: the ids emitted, of which the first `num_accepted_tokens` were drafted."""

@@ -61,7 +61,7 @@ def open_engine(directory: Path, engine: str = "auto", threads: int | None = Non
 def _no_gpu_engine(name: str) -> QuasarError:
     """What is missing for an engine on a GPU stack, and what runs here instead."""
     missing = ["this version has no such engine"]
-    if gpu() == NO_GPU:
+    if gpu() is None:
         missing.append("no NVIDIA GPU was found")
     if version_of(name) is None:
         missing.append(f"the package {name} is not installed")

@@ -8,7 +8,6 @@ that share its pass.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from quasar_trt.checkpoint import check_tensors
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.engines.cpu_layout import LAYOUT_VERSION, packed_spec
 from quasar_trt.errors import QuasarError, unknown
+from quasar_trt.machine import usable_cpus
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins import native
 from quasar_trt.recipe import Recipe
@@ -25,11 +25,6 @@ from quasar_trt.rope import rope_tables
 from quasar_trt.tensorfile import map_tensors, read_header
 
 MAX_ROWS = 256
-
-
-def available_threads() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class CpuEngine(Engine):
@@ -47,7 +42,7 @@ class CpuEngine(Engine):
             raise QuasarError(f"engine 'cpu' cannot run: {native.UNAVAILABLE}")
         if isa and isa not in native.isa_names():
             raise unknown("instruction set", isa, native.isa_names())
-        threads = available_threads() if threads is None else threads
+        threads = usable_cpus() if threads is None else threads
         if threads < 1:
             raise QuasarError(f"threads is {threads}; allowed: 1 or more")
         self.config, self.recipe = _read_description(path)

@@ -6,6 +6,7 @@ gate, ...): whoever computes a block of the gate has the matching block of the u
 
 from __future__ import annotations
 
+from quasar_trt.architectures import architecture_of
 from quasar_trt.checkpoint import LAYER_PREFIX
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins.packing import packed_shape, padded
@@ -18,12 +19,15 @@ EMBEDDING = "transformer.vocab_embedding.weight"
 
 def layer_linears(config: ModelConfig) -> list[tuple[str, int, int, bool, bool]]:
     """(name, n, k, has bias, has explicit smoother) of each packed linear of a layer."""
-    return [
-        ("attention.qkv", config.qkv_size, config.hidden_size, config.qkv_bias, False),
-        ("attention.dense", config.hidden_size, config.attention_size, config.dense_bias, True),
-        ("mlp.fc_gate", 2 * padded(config.intermediate_size), config.hidden_size, config.mlp_bias, False),
-        ("mlp.proj", config.hidden_size, config.intermediate_size, config.mlp_bias, True),
-    ]
+    linears = []
+    for linear in architecture_of(config).linears:
+        name, n = linear.name, linear.out_features(config)
+        if name == "mlp.gate":
+            continue  # half of mlp.fc_gate
+        if name == "mlp.fc":
+            name, n = "mlp.fc_gate", 2 * padded(n)
+        linears.append((name, n, linear.in_features(config), linear.bias(config), linear.norm is None))
+    return linears
 
 
 def packed_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec]:
@@ -44,8 +48,8 @@ def packed_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec]:
 
     for i in range(config.num_hidden_layers):
         prefix = LAYER_PREFIX.format(i=i)
-        vector(f"{prefix}input_layernorm.weight", config.hidden_size)
-        vector(f"{prefix}post_layernorm.weight", config.hidden_size)
+        for norm in architecture_of(config).norms:
+            vector(f"{prefix}{norm}.weight", config.hidden_size)
         for name, n, k, bias, smoother in layer_linears(config):
             linear(prefix + name, n, k, bias, smoother, recipe.quantized)
     vector("transformer.ln_f.weight", config.hidden_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from tiny_gguf import write_gguf
 from tiny_tokenizer import save_tokenizer
 
 from quasar_trt.builders import build as build_module
-from quasar_trt.builders.build import build
+from quasar_trt.builders import self_text
+from quasar_trt.builders.build import _appearing_whole, build
 from quasar_trt.checkpoint import Checkpoint, checkpoint_spec
 from quasar_trt.engines import open_engine
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel, load_tensors
@@ -19,7 +21,8 @@ from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Manifest
 from quasar_trt.recipe import Recipe
 
-QUICK = {"calib_size": 4, "calib_max_seq_length": 32, "progress": False}
+QUIET = {"progress": False}
+QUICK = QUIET | {"calib_size": 4, "calib_max_seq_length": 32}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +76,7 @@ def test_the_directory_holds_everything(engine_dir):
 
 
 def test_the_unquantized_engine_is_the_source(model_dir, tmp_path):
-    manifest = build(str(model_dir), tmp_path / "bf16", Recipe("none"), **QUICK)
+    manifest = build(str(model_dir), tmp_path / "bf16", Recipe("none"), **QUIET)
     assert manifest.calibration is None
     config, tensors = checkpoint_tensors(tiny_llama(0, vocab_size=257))
     written = load_tensors(tmp_path / "bf16" / "checkpoint" / "rank0.safetensors")
@@ -138,6 +141,7 @@ def test_a_short_calibration_file_is_used_and_noted(model_dir, tmp_path, capsys)
     ("options", "words"),
     [
         ({"calib_size": 0}, ["calib_size is 0", "at least 1"]),
+        ({"seed": -1}, ["seed is -1", "at least 0"]),
         ({"calib_max_seq_length": 0}, ["calib_max_seq_length is 0"]),
         ({"max_batch_size": 0}, ["max_batch_size is 0"]),
         ({"max_draft_len": -1}, ["max_draft_len is -1"]),
@@ -152,8 +156,57 @@ def test_bad_options_are_refused_and_leave_nothing(model_dir, tmp_path, options,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_calibration_text_without_quantization_is_refused(model_dir, tmp_path):
-    assert "calib_dataset" in refusal(str(model_dir), tmp_path / "o", Recipe("none"), calib_dataset=tmp_path / "a.txt")
+@pytest.mark.parametrize(
+    "option",
+    [{"calib_dataset": "a.txt"}, {"calib_size": 16}, {"calib_max_seq_length": 256}],
+    ids=lambda o: next(iter(o)),
+)
+def test_calibration_options_without_quantization_are_refused(tmp_path, option):
+    with pytest.raises(QuasarError, match=f"{next(iter(option))} has no use with quantization 'none'"):
+        build("anything", tmp_path / "o", Recipe("none"), **QUIET, **option)
+
+
+def test_calibration_text_without_tokens_is_refused(model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("quasar_trt.builders.calibrate.encode", lambda tokenizer, text: [])
+    (tmp_path / "a.txt").write_text("text\n")
+    message = refusal(str(model_dir), tmp_path / "o", Recipe(), calib_dataset=tmp_path / "a.txt")
+    assert "a.txt encode to no tokens" in message
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value):
+    model = tiny_llama(0)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = value
+    directory = save_hf(model, tmp_path / "model")
+    assert "model.layers.1.mlp.up_proj.weight" in refusal(str(directory), tmp_path / "o", Recipe())
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(("recipe", "word"), [(Recipe(), "attention.qkv"), (Recipe("none"), "fidelity")])
+def test_a_model_that_overflows_is_refused(tmp_path, recipe, word):
+    model = tiny_llama(0)
+    for layer in model.model.layers[:2]:
+        layer.mlp.down_proj.weight.data.fill_(3e38)
+    directory = save_hf(model, tmp_path / "model")
+    options = QUICK if recipe.quantized else QUIET
+    with pytest.raises(QuasarError, match=word):
+        build(str(directory), tmp_path / "o", recipe, **options)
+    assert not (tmp_path / "o").exists()
+
+
+def test_the_temporary_engine_lies_beside_the_output(model_dir, tmp_path, monkeypatch):
+    seen = []
+    original = self_text.compile_cpu
+
+    def compile_cpu(config, recipe, tensors, path, *more):
+        seen.append(path)
+        return original(config, recipe, tensors, path, *more)
+
+    monkeypatch.setattr(self_text, "default_engine", lambda: "cpu")
+    monkeypatch.setattr(self_text, "compile_cpu", compile_cpu)
+    build(str(model_dir), tmp_path / "o", Recipe("none"), **QUIET)
+    assert tmp_path in seen[0].parents
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
@@ -185,8 +238,49 @@ def test_force_replaces_an_engine_only_with_a_whole_one(model_dir, tmp_path, mon
     with monkeypatch.context() as patch:
         patch.setattr(build_module, "compile_cpu", lambda *a, **k: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            build(str(model_dir), out, Recipe("none"), force=True, **QUICK)
+            build(str(model_dir), out, Recipe("none"), force=True, **QUIET)
     assert Manifest.open(out) == first
-    second = build(str(model_dir), out, Recipe("none"), force=True, **QUICK)
+    second = build(str(model_dir), out, Recipe("none"), force=True, **QUIET)
     assert Manifest.open(out) == second != first
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def old_engine(tmp_path) -> Path:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "rank0.engine").write_text("old")
+    return out
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_interrupt_between_the_renames_puts_the_old_engine_back(tmp_path, monkeypatch, error):
+    out = old_engine(tmp_path)
+    original = Path.rename
+
+    def rename(path, target):
+        if path.name == "new":
+            raise error
+        return original(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises((KeyboardInterrupt, QuasarError)), _appearing_whole(out, force=True):
+        pass
+    assert (out / "rank0.engine").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_old_engine_that_cannot_be_put_back_is_kept_and_named(tmp_path, monkeypatch):
+    out = old_engine(tmp_path)
+    original = Path.rename
+
+    def rename(path, target):
+        if target == out:
+            raise PermissionError(1, "Operation not permitted")
+        return original(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(QuasarError) as error, _appearing_whole(out, force=True):
+        pass
+    kept = next(tmp_path.glob(".out.*/replaced"))
+    assert (kept / "rank0.engine").read_text() == "old"
+    assert f"cannot rename {kept} to {out}" in str(error.value)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -20,6 +21,27 @@ def test_maxima_are_kept_per_channel_over_all_passes():
     assert observer.maxima["a"].dtype == torch.float32
     assert observer.rows == 3
     assert observer.report()["dead_channels"] == 2
+
+
+def test_an_input_that_is_not_finite_is_refused_by_name():
+    observer = ChannelMaxima()
+    with pytest.raises(QuasarError, match=r"input of layers\.3\.mlp\.proj"):
+        observer("layers.3.mlp.proj", torch.tensor([[1.0, float("nan")], [1.0, 2.0]]))
+
+
+def test_an_outlier_among_dead_channels_has_a_finite_ratio():
+    observer = ChannelMaxima()
+    observer("a", torch.tensor([[1e30, 0.0, 0.0]]))
+    assert math.isfinite(observer.report()["outliers"]["a"])
+
+
+def test_a_line_ends_at_a_line_feed_only_and_a_byte_order_mark_is_no_text(tmp_path):
+    separators = "one\u2028still one\x85\x0cand still"
+    (tmp_path / "a.txt").write_bytes(f"\ufeff{separators}\r\ntwo\n".encode())
+    assert read_dataset(tmp_path / "a.txt") == [separators, "two"]
+    row = json.dumps({"text": "one\u2028still one"}, ensure_ascii=False)
+    (tmp_path / "a.jsonl").write_bytes(f"\ufeff{row}\n".encode())
+    assert read_dataset(tmp_path / "a.jsonl") == ["one\u2028still one"]
 
 
 def test_text_lines_and_every_json_field_are_read_and_blanks_skipped(tmp_path):

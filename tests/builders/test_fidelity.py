@@ -12,6 +12,7 @@ from tiny import random_ids, tiny_checkpoint
 from quasar_trt.builders.fidelity import measure
 from quasar_trt.engines.base import Capabilities
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
+from quasar_trt.errors import QuasarError
 from quasar_trt.recipe import Recipe
 
 
@@ -100,12 +101,19 @@ def test_an_int8_engine_is_near_its_source_but_not_equal():
     assert 0.8 < found["top1_agreement"] < 1.0
 
 
-def test_the_bar_goes_to_stderr_and_only_when_asked_for(capsys):
+def test_the_bar_goes_to_stderr_and_only_when_asked_for(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal as far as the bar is concerned
     model = StubModel([0.5, 0.5])
     measure(model, StubEngine([0.5, 0.5]), [[0, 1]])
     assert capsys.readouterr() == ("", "")
     measure(model, StubEngine([0.5, 0.5]), [[0, 1]], progress=True)
-    assert capsys.readouterr().out == ""
+    shown = capsys.readouterr()
+    assert shown.out == "" and "Measuring fidelity" in shown.err
+
+
+def test_logits_that_are_not_finite_are_refused():
+    with pytest.raises(QuasarError, match="kl is nan"):
+        measure(StubModel([0.5, math.nan]), StubEngine([0.5, 0.5]), [[0, 1]])
 
 
 @pytest.mark.parametrize("texts", [[], [[1, 2], [3]]])

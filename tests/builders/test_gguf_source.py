@@ -100,12 +100,23 @@ def test_llama3_factors_are_recognised(tmp_path, monkeypatch):
         ({"architecture": "falcon"}, ["unknown architecture 'falcon'", "llama"]),
         ({"expert_count": 4}, ["expert_count = 4"]),
         ({"pre": "dbrx"}, ["pre-tokenizer", "dbrx", "smollm"]),
+        ({"head_count_kv": [2, 2]}, ["m.gguf", "llama.attention.head_count_kv = [2, 2]", "layer by layer"]),
+        ({"head_count_kv": 4}, ["m.gguf", "num_attention_heads 6", "num_key_value_heads 4"]),
+        ({"rope_scaling_type": gguf.RopeScalingType.LINEAR, "rope_scaling_factor": 0.0}, ["m.gguf", "'factor'", "0.0"]),
     ],
 )
 def test_what_cannot_be_built_is_refused(tmp_path, options, words):
     message = refusal(write_gguf(tmp_path / "m.gguf", tiny_llama(5, **SIZES), **options))
     for word in words:
         assert word in message
+
+
+def test_block_types_that_cannot_be_dequantized_are_named_when_opened(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "m.gguf", tiny_llama(3, **SIZES), block_type="Q8_0")
+    monkeypatch.delitem(gguf.quants._type_traits, gguf.GGMLQuantizationType.Q8_0)
+    message = refusal(path)
+    assert "type Q8_0 cannot be dequantized" in message and "blk.1.ffn_down.weight" in message
+    assert "blk.1.ffn_norm.weight" not in message
 
 
 def test_truncated_and_foreign_files_are_refused(tmp_path):
@@ -129,7 +140,8 @@ def test_the_named_pre_tokenizer_decides_about_digits(tmp_path, pre, joined):
     source.write_tokenizer(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     tokens = byte_vocabulary(["12"])
-    assert encode(tokenizer, "12") == [tokens.index("12")] if joined else [tokens.index("1"), tokens.index("2")]
+    expected = ["12"] if joined else ["1", "2"]
+    assert encode(tokenizer, "12") == [tokens.index(token) for token in expected]
     assert tokenizer.decode(encode(tokenizer, "a 12 é")) == "a 12 é"
 
 

@@ -26,6 +26,15 @@ CONFIG = {
 }
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
 def edit(directory, **changes):
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -49,7 +58,7 @@ def test_tensors_and_config_equal_the_models(tmp_path, shard, overrides):
     found = convert(source, lambda count: None)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor.float()), name
+        assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], tensor), name
 
 
 def test_tied_head_is_the_embedding(tmp_path):
@@ -136,8 +145,11 @@ def test_missing_and_truncated_files(tmp_path):
     assert "cannot read" in refusal(tmp_path / "empty") and "config.json" in refusal(tmp_path / "empty")
     directory = save_hf(tiny_llama(9), tmp_path / "model")
     weights = directory / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
     assert "truncated" in refusal(directory)
+    weights.write_bytes(whole + b"more")
+    assert "4 bytes after its last tensor" in refusal(directory)
     weights.unlink()
     assert "neither model.safetensors nor" in refusal(directory)
     (directory / "pytorch_model.bin").touch()
@@ -177,12 +189,29 @@ def test_a_hub_model_is_refused_before_its_weights_are_fetched(monkeypatch, tmp_
         ({"hidden_act": "gelu"}, ["hidden_act 'gelu'", "silu"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads 4", "num_key_value_heads 3"]),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, ["hidden_size 24", "num_attention_heads 5"]),
-        ({"head_dim": 7}, ["head size 7 is odd"]),
-        ({"hidden_size": "big"}, ["hidden_size = 'big'"]),
+        ({"head_dim": 7}, ["head_size is 7", "even"]),
+        ({"head_dim": 0}, ["head_dim is 0", "at least 1"]),
+        ({"hidden_size": "big"}, ["hidden_size is 'big'"]),
+        ({"intermediate_size": 0}, ["intermediate_size is 0"]),
+        ({"max_position_embeddings": 1}, ["max_position_embeddings is 1", "at least 2"]),
+        ({"rms_norm_eps": None}, ["rms_norm_eps is None"]),
+        ({"rms_norm_eps": "x"}, ["rms_norm_eps is 'x'", "above 0"]),
+        ({"attention_bias": "yes"}, ["qkv_bias is 'yes'"]),
+        ({"architectures": "LlamaForCausalLM"}, ["architectures is 'LlamaForCausalLM'", "list"]),
+        ({"architectures": [["x"]]}, ["unknown architecture"]),
+        ({"quantization_config": "gptq"}, ["quantization_config (gptq)"]),
+        ({"quantization_config": ["x"]}, ["quantization_config"]),
+        ({"layer_types": 3}, ["only full attention"]),
+        ({"rope_scaling": {"rope_type": 3}}, ["unknown rope type '3'"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["'factor'", "linear", "is 0", "above 0"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, ["'factor'", "is inf"]),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, ["'low_freq_factor'", "4.0", "below 'high_freq_factor'"]),
+        ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": None}}, ["'original_max_position_embeddings'"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["unknown rope type 'yarn'"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["'factor'"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
-        ({"rope_theta": "x"}, ["rope_theta = 'x'"]),
+        ({"rope_theta": "x"}, ["rope_theta is 'x'"]),
+        ({"rope_theta": float("nan")}, ["rope_theta is nan"]),
     ],
 )
 def test_a_config_that_cannot_be_honoured_is_refused(changes, words):
@@ -217,14 +246,7 @@ def test_rope_under_both_spellings(changes, base, scaling):
 
 
 def test_llama3_rope_parses():
-    scaling = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    assert parse(CONFIG | {"rope_scaling": scaling}, "c").rotary_scaling == scaling
+    assert parse(CONFIG | {"rope_scaling": LLAMA3}, "c").rotary_scaling == LLAMA3
 
 
 def test_explicit_head_dim_and_unused_window_are_accepted():
@@ -244,6 +266,14 @@ def test_end_of_text_ids_come_from_the_generation_config(tmp_path):
     source.write_tokenizer(tmp_path / "out")
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert written == {"eos_token_id": [2, 7], "temperature": 0.6}
+
+
+@pytest.mark.parametrize("value", ["x", [2, None], -1, True])
+def test_an_end_of_text_id_that_is_none_is_refused(tmp_path, value):
+    directory = save_hf(tiny_llama(1), tmp_path)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    message = refusal(directory)
+    assert "generation_config.json: eos_token_id is" in message and "whole number" in message
 
 
 def test_no_end_of_text_id_is_written_as_none(tmp_path):

@@ -62,6 +62,7 @@ def test_every_other_text_opens_a_chat_message(tmp_path):
 
 def test_the_source_as_an_engine_writes(tmp_path):
     config, tensors = checkpoint_tensors(tiny_llama(2))
-    with source_engine(config, {name: t.float() for name, t in tensors.items()}, 16) as engine:
+    with source_engine(config, tensors, 16, tmp_path) as engine:
         assert engine.max_seq_len == 16
         assert len(written(engine, new_texts(None, 131, 1, 16, 0))[0]) == 16
+    assert list(tmp_path.iterdir()) == []

@@ -97,6 +97,17 @@ def test_a_smoothed_layer_computes_what_the_source_layer_does():
     assert relative_error(ReferenceModel(config, Recipe("none"), undone)(ids), model(ids)) < 0.03
 
 
+def test_a_bf16_source_gives_the_layer_of_its_float32_copy():
+    config, tensors = checkpoint_tensors(tiny_llama(6, num_hidden_layers=1))
+    widened = {name: tensor.float() for name, tensor in tensors.items()}
+    observer = ChannelMaxima()
+    ReferenceModel(config, Recipe("none"), tensors, observe=observer)(random_ids(config, 32))
+    prefix = "transformer.layers.0."
+    expected = smoothed_layer(config, Recipe(), widened, observer.maxima, prefix)
+    found = smoothed_layer(config, Recipe(), tensors, observer.maxima, prefix)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 @pytest.mark.parametrize("overrides", [{}, {"attention_bias": True, "mlp_bias": True}])
 def test_linears_behind_one_norm_share_its_smoother(overrides):
     config, tensors = checkpoint_tensors(tiny_llama(6, num_hidden_layers=1, **overrides))

@@ -27,8 +27,8 @@ def engine_dirs(hf_dir, tmp_path_factory) -> dict[str, Path]:
 
     root = tmp_path_factory.mktemp("engines")
     directories = {}
-    for weights, quantization in (("INT8", "int8"), ("BF16", "none")):
+    calibration = {"calib_size": 2, "calib_max_seq_length": 16}
+    for weights, recipe, options in (("INT8", Recipe(), calibration), ("BF16", Recipe("none"), {})):
         directories[weights] = root / weights.lower()
-        recipe = Recipe(quantization)
-        build(str(hf_dir), directories[weights], recipe, calib_size=2, calib_max_seq_length=16, progress=False)
+        build(str(hf_dir), directories[weights], recipe, progress=False, **options)
     return directories

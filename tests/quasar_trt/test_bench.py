@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from stubs import StubEngine, one_hot_logits
 
-from quasar_trt.bench.cell import CELLS, CellProcess, Measurement
+from quasar_trt.bench.cell import CELLS, CellProcess, Measurement, verify_costs
 from quasar_trt.bench.options import BenchOptions
 from quasar_trt.bench.prompts import load_prompts
 from quasar_trt.bench.report import Report, Run
@@ -55,6 +57,13 @@ def test_limit_per_task_keeps_the_first_of_each_task(tmp_path):
     lines = [{"task": task, "prompt": f"{task}{i}"} for i in range(3) for task in "ab"]
     prompts = load_prompts(write_prompts(tmp_path / "p.jsonl", *lines), limit_per_task=2)
     assert [prompt.text for prompt in prompts] == ["a0", "b0", "a1", "b1"]
+
+
+def test_a_prompt_may_hold_every_line_separator_of_unicode(tmp_path):
+    text = "one\u2028two\u2029three\x85four"
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [prompt.text for prompt in load_prompts(path)] == [text]
 
 
 @pytest.mark.parametrize(
@@ -186,6 +195,84 @@ def test_cells_must_hold_the_weights_of_their_name(engine_dirs, tmp_path):
     swapped = {"BF16": engine_dirs["INT8"], "INT8": engine_dirs["INT8"]}
     with pytest.raises(QuasarError, match="holds INT8 weights; --bf16 needs BF16"):
         run_bench(swapped, prompts, BenchOptions(), Console(quiet=True))
+
+
+def altered(directory: Path, copy: Path, name: str, change) -> Path:
+    """A copy of an engine directory whose JSON file `name` went through `change`."""
+    shutil.copytree(directory, copy)
+    values = json.loads((copy / name).read_text())
+    change(values)
+    (copy / name).write_text(json.dumps(values))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "checkpoint/config.json",
+            lambda values: values["quasar"]["model"].update(rotary_base=5e5),
+            "different models",
+        ),
+        ("tokenizer.json", lambda values: values["model"]["vocab"].update({"!": 256}), "different tokenizers"),
+    ],
+    ids=["model", "tokenizer"],
+)
+def test_engines_of_two_models_are_refused_before_they_are_opened(
+    name, change, message, engine_dirs, tmp_path, no_cells
+):
+    other = engine_dirs | {"BF16": altered(engine_dirs["BF16"], tmp_path / "other", name, change)}
+    prompts = load_prompts(write_prompts(tmp_path / "p.jsonl", {"prompt": "x"}))
+    with pytest.raises(QuasarError, match=message):
+        run_bench(other, prompts, BenchOptions(), Console(quiet=True))
+
+
+def test_a_prompt_that_fits_one_engine_only_is_refused_before_they_are_opened(engine_dirs, tmp_path, no_cells):
+    shorter = altered(
+        engine_dirs["BF16"], tmp_path / "other", "config.json", lambda values: values["limits"].update(max_seq_len=8)
+    )
+    path = write_prompts(tmp_path / "p.jsonl", {"prompt": "1234567"}, {"task": "long", "prompt": "12345678"})
+    with pytest.raises(QuasarError, match=r"prompt 2 \(task long\) has 8 tokens; allowed: 1 to 7"):
+        run_bench(engine_dirs | {"BF16": shorter}, load_prompts(path), BenchOptions(raw=True), Console(quiet=True))
+
+
+@pytest.fixture
+def no_cells(monkeypatch):
+    """A test that starts a cell's process fails."""
+
+    def start(*_):
+        raise AssertionError("a cell was started")
+
+    monkeypatch.setattr("quasar_trt.bench.run.CellProcess", start)
+
+
+def test_the_warning_about_the_reference_engine_appears_once(engine_dirs, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("quasar_trt.plugins.native.UNAVAILABLE", "it was not built")
+    prompts = load_prompts(write_prompts(tmp_path / "p.jsonl", {"prompt": "abc"}))
+    report = run_bench(engine_dirs, prompts, BenchOptions(repeats=1, max_tokens=2, threads=1), Console(quiet=True))
+    assert len(report.runs) == 4
+    assert capfd.readouterr().err.count("warning: using the slow reference engine: it was not built") == 1
+
+
+@pytest.mark.parametrize(("max_seq_len", "rows"), [(2, [1]), (3, [1, 2]), (8, [1, 2, 3, 5]), (9, [1, 2, 3, 5, 8])])
+def test_verify_costs_keep_the_rows_that_fit(max_seq_len, rows):
+    engine = StubEngine(lambda prefix: one_hot_logits(0, 4), vocab=4, max_seq_len=max_seq_len)
+    assert list(verify_costs(engine, repeats=2)) == rows
+    assert engine.caches == {}
+
+
+def test_verify_costs_fill_the_context_by_chunks():
+    engine = StubEngine(lambda prefix: one_hot_logits(0, 4), vocab=4, max_rows=50)
+    verify_costs(engine, context=128, repeats=1)
+    assert [len(step.tokens[0]) for step in engine.passes if step.needs_logits == [False]] == [50, 50, 28]
+    assert all(step.positions[0].start == 128 for step in engine.passes[3:])
+
+
+def test_rows_that_were_not_measured_are_shown_as_such():
+    costs = {cell: {1: 0.004, 2: 0.005} for cell in CELLS}
+    text = text_of(dataclasses.replace(known_report(), verify_costs=costs))
+    row = next(line.split() for line in text.splitlines() if "INT8 drafted" in line and "%" in line)
+    assert row[-4:] == ["1.25x", "-", "-", "-"]
 
 
 def test_an_error_in_a_cell_reaches_the_caller(engine_dirs):

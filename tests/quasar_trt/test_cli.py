@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -105,6 +104,26 @@ def test_bad_input_is_one_line(args, parts, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["info"]], ids=" ".join)
+def test_a_full_device_is_one_line(args):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "quasar_trt.cli", *args]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, check=False)
+    assert (result.returncode, result.stderr) == (1, "error: No space left on device\n")
+
+
+def test_a_text_that_looks_like_an_option_is_told_apart_by_two_hyphens(tmp_path):
+    result = quasar_trt("generate", "d", "-5 plus 3", cwd=tmp_path)
+    assert_refused(result, "unknown option '-5'", "put -- before a text that begins with '-'")
+    assert_refused(quasar_trt("generate", "/does/not/exist", "--", "-5 plus 3"), "/does/not/exist")
+
+
+@pytest.mark.parametrize("place", ["", "none/bench.json"], ids=["directory", "missing directory"])
+def test_bench_refuses_a_place_for_its_output_before_the_run(place, tmp_path):
+    result = quasar_trt("bench", "--int8", "d", "--bf16", "d", "--prompts", "none", "--output", tmp_path / place)
+    assert_refused(result, "--output", str(tmp_path))
+
+
 def test_info_describes_this_machine():
     result = quasar_trt("info")
     assert result.returncode == 0 and result.stderr == ""
@@ -173,6 +192,20 @@ def test_generate_reads_stdin_and_uses_the_chat_template(engine_dirs):
     assert chat.stdout == spelled_out.stdout
 
 
+def test_a_closed_standard_input_is_one_line(engine_dirs):
+    command = f"{sys.executable} -m quasar_trt.cli generate {engine_dirs['INT8']} - <&-"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    assert_refused(result, "standard input", "closed")
+
+
+def test_a_standard_input_that_is_no_text_is_one_line(engine_dirs):
+    command = [sys.executable, "-m", "quasar_trt.cli", "generate", str(engine_dirs["INT8"]), "-"]
+    strict = ENVIRONMENT | {"PYTHONIOENCODING": "utf-8:strict"}
+    result = subprocess.run(command, input=b"\xff\xfe", capture_output=True, env=strict, check=False)
+    assert result.returncode == 1 and result.stdout == b""
+    assert result.stderr.startswith(b"error: standard input is not utf-8 text") and result.stderr.count(b"\n") == 1
+
+
 def test_generate_with_the_reference_engine(engine_dirs):
     result = quasar_trt("generate", engine_dirs["BF16"], "hello", "--engine", "reference", "--threads", "1")
     assert result.returncode == 0 and "tokens/s" in result.stderr
@@ -182,6 +215,9 @@ def test_generate_with_the_reference_engine(engine_dirs):
     ("args", "parts"),
     [
         (["--drafter", "ngramm"], ["unknown drafter 'ngramm'", "did you mean 'ngram'?"]),
+        (["--drafter", "eagle"], ["unknown drafter 'eagle'", "one of: ngram, none"]),
+        (["--engine", "tensorrt"], ["no such engine", "tensorrt is not installed", "on a CPU use: cpu, reference"]),
+        (["--drafter-option", "num_speculative_tokens=true"], ["num_speculative_tokens is True", "an integer"]),
         (["--engine", "cpuu"], ["unknown engine 'cpuu'", "did you mean 'cpu'?"]),
         (["--drafter-option", "num_tokens=3"], ["unknown ngram drafter option 'num_tokens'"]),
         (["--drafter-option", "num_speculative_tokens=many"], ["num_speculative_tokens is 'many'"]),
@@ -216,22 +252,35 @@ def test_bench_prints_a_table_and_saves_json(engine_dirs, tmp_path):
 
 
 def test_interrupt_is_exit_code_130_without_traceback(engine_dirs):
-    command = ["generate", str(engine_dirs["INT8"]), "-"]
+    command = ["generate", str(engine_dirs["INT8"]), "--max-tokens", "400", "--ignore-eos", "hello", "-"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "quasar_trt.cli", *command], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "quasar_trt.cli", *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-    time.sleep(3)  # it waits for its prompt by now, or else still imports: either way nothing has been written
+    assert process.stdout.read(1)  # it generates, or has come to the second prompt, which never arrives
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate()
-    assert process.returncode == 130 and "Traceback" not in stderr
+    assert process.returncode == 130 and b"Traceback" not in stderr
 
 
 def test_build_defaults_are_those_of_the_builder():
+    from quasar_trt.builders.build import _CALIB_MAX_SEQ_LENGTH, _CALIB_SIZE
     from quasar_trt.builders.build import build as builder
     from quasar_trt.cli import build
+    from quasar_trt.recipe import SMOOTHQUANT
 
     shown = {parameter.name: parameter.default for parameter in build.params}
     defaults = {name: parameter.default for name, parameter in inspect.signature(builder).parameters.items()}
     numbers = {name: value for name, value in defaults.items() if type(value) is int}
     assert numbers == {name: shown[name] for name in numbers}
     assert set(defaults) - {"recipe", "progress"} <= set(shown)
+    text = {parameter.name: parameter.help for parameter in build.params if hasattr(parameter, "help")}
+    given_by_the_builder = {
+        "calib_size": _CALIB_SIZE,
+        "calib_max_seq_length": _CALIB_MAX_SEQ_LENGTH,
+        "smoothquant": SMOOTHQUANT,
+    }
+    for name, value in given_by_the_builder.items():
+        assert f"{value} by default" in text[name]

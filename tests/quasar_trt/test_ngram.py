@@ -7,12 +7,16 @@ import pytest
 
 from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.base import DraftRequest
+from quasar_trt.sampling import Sampler
+from quasar_trt.sampling_params import SamplingParams
+
+SAMPLER = Sampler(SamplingParams())
 
 
 def propose(context: list[int], limit: int = 100, **options) -> list[int]:
     drafter = make_drafter("ngram", options)
     drafter.start(0, context)
-    (draft,) = drafter.propose([DraftRequest(0, context, limit)])
+    (draft,) = drafter.propose([DraftRequest(0, context, limit, SAMPLER)])
     assert draft.probs is None and draft.parents is None
     return list(draft.ids)
 
@@ -63,7 +67,7 @@ def test_growing_context_gives_what_a_search_gives(longest, shortest):
     context = generator.integers(0, 4, 3).tolist()
     drafter.start(8, context)
     for _ in range(150):
-        (draft,) = drafter.propose([DraftRequest(8, context, 3)])
+        (draft,) = drafter.propose([DraftRequest(8, context, 3, SAMPLER)])
         assert list(draft.ids) == plain_lookup(context, 3, longest, shortest, 4)
         context.extend(generator.integers(0, 4, generator.integers(1, 4)).tolist())
 
@@ -73,7 +77,9 @@ def test_requests_do_not_share_their_contexts():
     contexts = {1: [1, 2, 1], 2: [1, 3, 1]}
     for request_id, context in contexts.items():
         drafter.start(request_id, context)
-    drafts = drafter.propose([DraftRequest(request_id, context, 5) for request_id, context in contexts.items()])
+    drafts = drafter.propose(
+        [DraftRequest(request_id, context, 5, SAMPLER) for request_id, context in contexts.items()]
+    )
     assert [draft.ids for draft in drafts] == [(2, 1), (3, 1)]
     drafter.stop(1)
-    assert drafter.propose([DraftRequest(2, contexts[2], 5)])[0].ids == (3, 1)
+    assert drafter.propose([DraftRequest(2, contexts[2], 5, SAMPLER)])[0].ids == (3, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 from stubs import StubEngine, random_logits
 
@@ -12,6 +13,7 @@ from quasar_trt.drafters import DRAFTERS, make_drafter
 from quasar_trt.drafters.base import DraftRequest
 from quasar_trt.errors import QuasarError
 from quasar_trt.runner import Runner
+from quasar_trt.sampling import Sampler
 from quasar_trt.sampling_params import SamplingParams
 
 # field -> a value that must change what `generate(seed=1)` gives; the engine's end-of-sequence id is 3
@@ -44,7 +46,7 @@ def generate(**settings) -> list[int]:
 def propose(name: str, **options) -> tuple[int, ...]:
     drafter = make_drafter(name, options)
     drafter.start(0, DRAFTER_CONTEXT)
-    return drafter.propose([DraftRequest(0, DRAFTER_CONTEXT, 100)])[0].ids
+    return drafter.propose([DraftRequest(0, DRAFTER_CONTEXT, 100, Sampler(SamplingParams()))])[0].ids
 
 
 def test_tables_name_every_field():
@@ -87,11 +89,28 @@ def test_every_default_works():
         (lambda: SamplingParams(top_k=-2), "top_k is -2"),
         (lambda: SamplingParams(seed=2**63), "seed is"),
         (lambda: SamplingParams(max_tokens=0), "max_tokens is 0"),
+        (lambda: SamplingParams(temperature="1"), "temperature is '1'; allowed: 0 .greedy. or more"),
+        (lambda: SamplingParams(temperature=True), "temperature is True; allowed"),
+        (lambda: SamplingParams(temperature=None), "temperature is None; allowed"),
+        (lambda: SamplingParams(temperature=math.inf), "temperature is inf; allowed"),
+        (lambda: SamplingParams(temperature=10**400), "temperature is 1000.*; allowed"),
+        (lambda: SamplingParams(top_p="0.5"), "top_p is '0.5'; allowed: a number above 0"),
+        (lambda: SamplingParams(top_p=True), "top_p is True; allowed"),
+        (lambda: SamplingParams(top_k=2.0), "top_k is 2.0; allowed: a positive integer"),
+        (lambda: SamplingParams(top_k=True), "top_k is True; allowed"),
+        (lambda: SamplingParams(seed=1.5), "seed is 1.5; allowed: a 64-bit integer"),
+        (lambda: SamplingParams(seed="1"), "seed is '1'; allowed"),
+        (lambda: SamplingParams(seed=False), "seed is False; allowed"),
+        (lambda: SamplingParams(max_tokens=True), "max_tokens is True; allowed: an integer of at least 1"),
+        (lambda: SamplingParams(max_tokens=None), "max_tokens is None; allowed"),
+        (lambda: SamplingParams(ignore_eos=1), "ignore_eos is 1; allowed: True or False"),
+        (lambda: SamplingParams(ignore_eos="no"), "ignore_eos is 'no'; allowed"),
         (lambda: make_drafter("n-gram", {}), "unknown drafter 'n-gram'.*did you mean 'ngram'"),
         (lambda: make_drafter("ngram", {"num_speculative_token": 3}), "did you mean 'num_speculative_tokens'"),
         (lambda: make_drafter("ngram", {"prompt_lookup_min": 4}), "prompt_lookup_min is 4; allowed: at most"),
         (lambda: make_drafter("ngram", {"prompt_lookup_max": "3"}), "prompt_lookup_max is '3'; allowed: an integer"),
-        (lambda: make_drafter("ngram", {"num_speculative_tokens": True}), "num_speculative_tokens is True"),
+        (lambda: make_drafter("ngram", {"num_speculative_tokens": True}), "is True; allowed: an integer of at least 1"),
+        (lambda: make_drafter("ngram", {"prompt_lookup_min": 1.0}), "prompt_lookup_min is 1.0; allowed: an integer"),
         (lambda: make_drafter("ngram", {"num_speculative_tokens": 0}), "num_speculative_tokens is 0"),
         (lambda: make_drafter(None, {"num_speculative_tokens": 3}), "without a drafter"),
     ],
@@ -99,3 +118,12 @@ def test_every_default_works():
 def test_bad_value_is_named(make, message):
     with pytest.raises(QuasarError, match=message):
         make()
+
+
+def test_numpy_numbers_are_taken_as_pythons():
+    params = SamplingParams(np.float32(0.5), np.uint8(2), np.float64(0.75), np.int64(-3), np.int8(5))
+    assert params == SamplingParams(0.5, 2, 0.75, -3, 5)
+    values = [getattr(params, name) for name in ("temperature", "top_k", "top_p", "seed", "max_tokens")]
+    assert [type(value) for value in values] == [float, int, float, int, int]
+    engine = StubEngine(random_logits(5), 5)
+    assert len(Runner(engine).generate([1], params)[0].outputs[0].token_ids) == 5

@@ -68,7 +68,7 @@ def test_every_python_folder_is_packaged():
     assert arguments["package_dir"]["quasar_trt.plugins"] == "plugins"
 
 
-def test_built_package_holds_all_three_folders_and_their_data(tmp_path):
+def test_built_package_holds_all_three_folders(tmp_path):
     run_setup(
         f"import runpy; sys.argv = ['setup.py', '-q', 'build_py', '--build-lib', {str(tmp_path)!r}]; runpy.run_path('setup.py')"
     )
@@ -77,8 +77,26 @@ def test_built_package_holds_all_three_folders_and_their_data(tmp_path):
     for package, folder in FOLDERS.items():
         for path in folder.rglob("*.py"):
             assert Path(*package.split("."), path.relative_to(folder)) in built
-    data = ROOT / "builders" / "data"
-    assert all(Path("quasar_trt", "builders", "data", path.name) in built for path in data.glob("*"))
+
+
+def test_source_distribution_holds_every_native_source(tmp_path):
+    run_setup(
+        f"import runpy; sys.argv = ['setup.py', '-q', 'egg_info', '--egg-base', {str(tmp_path)!r}]; runpy.run_path('setup.py', run_name='__main__')"
+    )
+    listed = set((tmp_path / "quasar_trt.egg-info" / "SOURCES.txt").read_text().splitlines())
+    native = {str(path.relative_to(ROOT)) for path in tracked() if path.parent.name == "csrc"}
+    assert {Path(name).suffix for name in native} == {".cpp", ".h"}
+    assert native <= listed
+
+
+def tracked() -> list[Path]:
+    """Files of the packaged folders, without what a build or a run leaves there."""
+    return [path for folder in FOLDERS.values() for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h")]
+
+
+def test_the_test_extra_holds_nothing_that_is_not_used():
+    names = {requirement.partition(">=")[0] for requirement in setup_arguments()["extras_require"]["test"]}
+    assert names == {"gguf", "pytest", "ruff"}
 
 
 def test_version_and_entry_point():

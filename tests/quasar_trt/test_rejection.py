@@ -136,12 +136,34 @@ def test_equal_distributions_always_accept(u):
 
 
 @pytest.mark.filterwarnings("error")
-def test_distributions_that_differ_by_rounding_only_give_a_token():
-    """q is p plus one rounding step everywhere: the residual is empty, yet the rejected token is replaced from p."""
-    logits = log(0.5, 0.5)
-    q = np.nextafter(np.float32([0.5, 0.5]), np.float32(1))
-    token, _ = first_token(logits, 0, q, FixedSampler(SamplingParams(), 1.0 - 2.0**-53, 0.9))
-    assert token == 1
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.7, "top_k": 20}, {"top_p": 0.8}])
+def test_equal_distributions_always_accept_whatever_their_rounding(params):
+    """Probabilities that float32 cannot hold exactly, the largest uniform: every token of q passes."""
+    logits = np.random.default_rng(11).normal(0, 2, 50).astype(np.float32)
+    sampler = FixedSampler(SamplingParams(**params), 1.0 - 2.0**-53)
+    q = sampler.target(logits).dense(50)
+    for drafted in np.flatnonzero(q):
+        assert first_token(logits, drafted, q, sampler) == (drafted, 1)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("u_sample", "expected"), [(0.1, (0, 1)), (0.9, (1, 0))])
+def test_distributions_that_differ_by_rounding_only_give_a_token_of_p(u_sample, expected):
+    """q is p plus one rounding step everywhere, so the residual is empty: p stands in, and may give the drafted token."""
+    logits = log(0.3, 0.7)
+    q = np.nextafter(Sampler(SamplingParams()).target(logits).dense(2), np.float32(1))
+    assert first_token(logits, 0, q, FixedSampler(SamplingParams(), 1.0 - 2.0**-53, u_sample)) == expected
+
+
+def test_recovered_token_differs_from_the_drafted_one():
+    generator = np.random.default_rng(12)
+    for _ in range(100):
+        logits = generator.normal(0, 1, 8).astype(np.float32)
+        q = softmax(generator.normal(0, 1, 8), 1.0)
+        for drafted in range(8):
+            sampler = FixedSampler(SamplingParams(), 1.0 - 2.0**-53, generator.random())
+            token, accepted = first_token(logits, drafted, q, sampler)
+            assert (token == drafted) == (accepted == 1) == (sampler.target(logits).probability(drafted) >= q[drafted])
 
 
 @pytest.mark.parametrize("drafted", [0, 1, 2])
@@ -198,8 +220,22 @@ def test_rows_after_the_first_mismatch_are_not_looked_at(temperature):
     rows = np.stack([one_hot_logits(3, 10), np.full(10, np.nan, np.float32)])
     sampler = Sampler(SamplingParams(temperature=temperature, seed=0))
     assert accept(rows, Draft((4,)), sampler, 0, never).emitted == (3,)
-    with pytest.raises(QuasarError, match="not a finite number"):
-        accept(rows, Draft((3,)), sampler, 0, never)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("with_probs", [False, True])
+def test_bad_row_is_an_error_only_as_the_first_row(temperature, with_probs):
+    """Before it, the tokens are emitted; the last of them is to come again, so that the bad row is the next first row."""
+    rows = np.stack([one_hot_logits(token, 10) for token in (3, 4, 5, 6)])
+    probs = np.eye(10, dtype=np.float32)[[3, 4, 5]] if with_probs else None
+    sampler = Sampler(SamplingParams(temperature=temperature, seed=0))
+    for bad in (1, 2, 3):
+        damaged = rows.copy()
+        damaged[bad, 7] = np.nan
+        result = accept(damaged, Draft((3, 4, 5), probs=probs), sampler, 0, never)
+        assert (result.emitted, result.num_accepted_tokens) == ((3, 4, 5)[:bad], bad - 1)
+        with pytest.raises(QuasarError, match="not a finite number"):
+            accept(damaged[bad:], NO_DRAFT, sampler, bad, never)
 
 
 def test_tokens_equal_those_without_a_draft():

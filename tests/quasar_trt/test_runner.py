@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from stubs import (
@@ -263,7 +265,7 @@ def test_cache_holds_what_was_committed():
 def test_drafter_that_breaks_its_limit_is_an_error():
     class Greedy(StubDrafter):
         def _propose_one(self, request):
-            return super()._propose_one(type(request)(request.request_id, request.context, request.limit + 5))
+            return super()._propose_one(dataclasses.replace(request, limit=request.limit + 5))
 
     engine = StubEngine(LOGITS, VOCAB)
     with pytest.raises(ValueError, match="not a chain of at most"):
@@ -288,6 +290,24 @@ def test_drafter_hears_everything_once():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("num_bad", range(1, 9))
+def test_ids_before_a_bad_row_do_not_depend_on_the_draft(temperature, num_bad):
+    """The row behind `num_bad` emitted ids is bad: plain or drafted right, exactly these ids come, then the error."""
+    params = SamplingParams(temperature=temperature, seed=2, max_tokens=10)
+    (whole,), _, _ = generate(PROMPT, params)
+
+    def logits(prefix):
+        return LOGITS(prefix) * (np.nan if len(prefix) == len(PROMPT) + num_bad else 1)
+
+    for count in (0, 1, 3, 8):
+        drafter = (
+            StubDrafter(lambda context, limit: whole[len(context) - len(PROMPT) :][:limit], count) if count else None
+        )
+        output = Runner(StubEngine(logits, VOCAB), drafter=drafter).generate(PROMPT, params)[0].outputs[0]
+        assert (output.token_ids, output.finish_reason) == (whole[:num_bad], "error")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bad_row_ends_its_request_only(temperature):
     def logits(prefix):
         row = LOGITS(prefix)
@@ -299,7 +319,8 @@ def test_bad_row_ends_its_request_only(temperature):
     engine = StubEngine(logits, VOCAB)
     outputs = Runner(engine, drafter=ngram()).generate([[1, 2], [5, 1], [2, 2]], params)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
-    assert len(outputs[1].outputs[0].token_ids) <= 2
+    assert len(outputs[1].outputs[0].token_ids) == 2
+    assert outputs[1].outputs[0].token_ids == generate([5, 1], params, logits=logits)[0][0]
     assert "not a finite number" in outputs[1].outputs[0].stop_reason
     assert outputs[0].outputs[0].token_ids == generate([1, 2], params)[0][0]
     assert not engine.caches
@@ -345,45 +366,3 @@ def test_streams_advance_together():
         ids += [token for output in stream for token in output.token_ids]
     assert found == [plain_decode([1], params), plain_decode([2], params)]
     assert [len(step.sequences) for step in engine.passes] == [1, 2, 2, 2, 1]
-
-
-# --- outputs
-
-
-def test_text_of_completion_and_stream():
-    text = "é世🙂"
-    chain = [*text.encode(), 256]
-    engine = StubEngine(chain_logits(chain, 2, 257), 257)
-    drafter = StubDrafter(lambda context, limit: chain[len(context) - 2 :][:limit], num_speculative_tokens=4)
-    runner = Runner(engine, tokenizer=ByteTokenizer(), drafter=drafter, eos_token_ids=[256])
-    params = SamplingParams(temperature=0, max_tokens=50)
-    output = runner.generate("ab", params)[0]
-    assert (output.prompt, output.prompt_token_ids, output.outputs[0].text) == ("ab", [97, 98], text)
-    assert output.outputs[0].token_ids == chain
-    deltas = [piece.text for piece in runner.stream("ab", params)]
-    assert "".join(deltas) == text and not any("\ufffd" in delta for delta in deltas)
-
-
-def test_text_is_empty_without_a_tokenizer():
-    runner = Runner(StubEngine(LOGITS, VOCAB))
-    assert runner.generate(PROMPT)[0].outputs[0].text == ""
-    assert {output.text for output in runner.stream(PROMPT)} == {""}
-
-
-def test_one_prompt_or_many():
-    runner = Runner(StubEngine(random_logits(300), 300), tokenizer=ByteTokenizer())
-    params = SamplingParams(temperature=0, max_tokens=3)
-    one = runner.generate("a", params)[0].outputs[0].token_ids
-    assert [output.outputs[0].token_ids for output in runner.generate(["a", [97], "a"], params)] == [one] * 3
-    assert runner.generate(np.array([97]), params)[0].outputs[0].token_ids == one
-
-
-def test_metrics_of_requests_add_up_to_the_runners():
-    engine = StubEngine(LOGITS, VOCAB)
-    runner = Runner(engine, drafter=ngram())
-    outputs = runner.generate([[1, 2], [3], [4, 4]], GREEDY)
-    for name in ("num_verify_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens"):
-        assert sum(getattr(output.metrics, name) for output in outputs) == getattr(runner.stats, name)
-    assert runner.stats.num_emitted_tokens == 120
-    assert sum(runner.stats.num_accepted_tokens_per_pos) == runner.stats.num_accepted_tokens
-    assert runner.stats.draft_seconds > 0 and runner.stats.verify_seconds > 0 and runner.stats.accept_seconds > 0

@@ -86,6 +86,55 @@ def test_end_of_sequence_ids_of_the_generation_config(engine_dir, named, expecte
         path.unlink()
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"eos_token_id": 7', "is no JSON object"),
+        (b"\xff\xfe", "is no JSON object"),
+        (b"[7]", "is no JSON object"),
+        (b'{"eos_token_id": "7"}', "eos_token_id is '7'; allowed: an integer or a list of them"),
+        (b'{"eos_token_id": [2, "7"]}', r"eos_token_id is \[2, '7'\]; allowed"),
+        (b'{"eos_token_id": true}', "eos_token_id is True; allowed"),
+        (b'{"eos_token_id": 7.0}', "eos_token_id is 7.0; allowed"),
+    ],
+)
+def test_damaged_generation_config_is_named(engine_dir, content, message):
+    path = engine_dir / "generation_config.json"
+    path.write_bytes(content)
+    try:
+        with pytest.raises(QuasarError, match=f"{path} is damaged: .*{message}.*build the engine again") as caught:
+            open_runner(engine_dir)
+        assert "\n" not in str(caught.value)
+    finally:
+        path.unlink()
+
+
+def test_text_that_utf8_cannot_hold_is_refused(engine_dirs):
+    runner = Runner.from_dir(engine_dirs["INT8"])
+    with pytest.raises(QuasarError, match=r"has '\\udcff' at character 2; allowed: what UTF-8 can hold"):
+        runner.generate("ab\udcff")
+    with pytest.raises(QuasarError, match=r"has '\\ud83d' at character \d+; allowed"):
+        runner.chat_ids([{"role": "user", "content": "ab\ud83d"}])
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", "messages is 'hello'; allowed: a list of at least one"),
+        ([], r"messages is \[\]; allowed"),
+        (None, "messages is None; allowed"),
+        ({"role": "user", "content": "hi"}, "messages is {.*; allowed"),
+        (["hello"], """a message is 'hello'; allowed: {"role": text, "content": text}"""),
+        ([{"role": "user"}], "a message is {'role': 'user'}; allowed"),
+        ([{"role": "user", "content": "hi"}, {"role": 1, "content": "hi"}], "a message is {.*1.*}; allowed"),
+        ([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "a message is {.*; allowed"),
+    ],
+)
+def test_messages_of_another_form_are_refused(engine_dirs, messages, message):
+    with pytest.raises(QuasarError, match=message):
+        Runner.from_dir(engine_dirs["INT8"]).chat_ids(messages)
+
+
 def test_text_without_a_tokenizer_is_refused(engine_dir):
     with pytest.raises(QuasarError, match="no tokenizer"):
         open_runner(engine_dir).generate("hello")
@@ -109,14 +158,22 @@ def test_missing_directory_is_refused(tmp_path):
         Runner.from_dir(tmp_path / "absent")
 
 
-def test_token_ids_need_no_transformers(engine_dir):
+def test_token_ids_need_no_transformers(engine_dirs):
+    """The directory has a tokenizer; it is loaded with the first text that is read."""
+    directory = engine_dirs["INT8"]
+    assert (directory / "tokenizer.json").is_file()
     program = f"""
 import sys
 from quasar_trt import Runner, SamplingParams
 import quasar_trt.runner
 assert "torch" not in sys.modules
-runner = Runner.from_dir({str(engine_dir)!r}, engine="reference")
-ids = [token for output in runner.stream([1, 2, 3], SamplingParams(max_tokens=4)) for token in output.token_ids]
-assert len(ids) == 4 and "transformers" not in sys.modules
+runner = Runner.from_dir({str(directory)!r}, engine="reference")
+params = SamplingParams(seed=1, max_tokens=4, ignore_eos=True)
+stream = runner.stream([1, 2, 3], params, detokenize=False)
+ids = [token for output in stream for token in output.token_ids]
+completion = runner.generate([1, 2, 3], params)[0].outputs[0]
+assert len(ids) == 4 and completion.token_ids == ids and "transformers" not in sys.modules
+assert completion.text == "".join(output.text for output in runner.stream([1, 2, 3], params))
+assert "transformers" in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -50,6 +50,8 @@ def log(*p: float) -> np.ndarray:
         ("masked ids", [1, -np.inf, 1], {}, [0.5, 0, 0.5]),
         ("tiny temperature", [1, 1.0001, 0], {"temperature": 1e-40}, [0, 1, 0]),
         ("huge temperature", [5, -5], {"temperature": 1e9}, [0.5, 0.5]),
+        ("largest temperature with a masked id", [1, -np.inf, 2], {"temperature": 1.7e308}, [0.5, 0, 0.5]),
+        ("smallest temperature with a masked id", [1, -np.inf, 2], {"temperature": 5e-324}, [0, 0, 1]),
         ("lowest float", [0, np.finfo(np.float32).min], {"temperature": 0.1}, [1, 0]),
     ],
 )
@@ -93,6 +95,22 @@ def test_probability_of_a_token():
     sampler = Sampler(SamplingParams(top_k=2))
     p = sampler.target(log(0.5, 0.2, 0.3))
     assert [round(p.probability(token), 4) for token in range(3)] == [0.625, 0.0, 0.375]
+
+
+def test_probability_is_rounded_as_in_the_dense_target():
+    row = np.random.default_rng(8).normal(0, 3, 300).astype(np.float32)
+    for params in ({}, {"top_k": 40, "top_p": 0.9}):
+        p = Sampler(SamplingParams(**params)).target(row)
+        assert [p.probability(token) for token in range(300)] == p.dense(300).tolist()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [1e38, 1e46, 1e300])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}])
+def test_masked_id_is_never_sampled_however_hot(temperature, filters):
+    row = np.float32([-np.inf, 3, -np.inf, 1, 2, -np.inf])
+    sampler = Sampler(SamplingParams(temperature=temperature, seed=0, **filters))
+    assert {sampler.sample(row, position) for position in range(200)} == {1, 3, 4}
 
 
 def test_greedy_takes_the_lowest_of_equal_maxima():

@@ -1,0 +1,41 @@
+"""What `quasar-trt info` shows of an engine directory, and which features it names."""
+
+from __future__ import annotations
+
+import io
+import shutil
+
+import pytest
+from rich.console import Console
+
+from quasar_trt import machine
+from quasar_trt.errors import QuasarError
+from quasar_trt.info import show_engine, verify_engine
+from quasar_trt.manifest import Manifest
+
+
+@pytest.mark.parametrize("text", ["[]", "5", "null", '"text"', "{"])
+def test_a_damaged_fidelity_file_is_one_line(text, engine_dirs, tmp_path):
+    directory = tmp_path / "engine"
+    shutil.copytree(engine_dirs["INT8"], directory)
+    (directory / "fidelity.json").write_text(text)
+    with pytest.raises(QuasarError, match=r"fidelity\.json is damaged: not ") as caught:
+        show_engine(directory, Manifest.open(directory), Console(file=io.StringIO()))
+    assert "\n" not in str(caught.value)
+
+
+def test_verify_shows_a_bar_over_all_bytes(engine_dirs):
+    out, progress = io.StringIO(), io.StringIO()
+    manifest = Manifest.open(engine_dirs["BF16"])
+    verify_engine(
+        engine_dirs["BF16"], manifest, Console(file=out), Console(file=progress, force_terminal=True, width=100)
+    )
+    assert out.getvalue() == "every weight file has the sha256 of the manifest (2 files)\n"
+    read = f"{manifest.size / 1e3:.1f}/{manifest.size / 1e3:.1f} kB"
+    assert "hashing" in progress.getvalue() and read in progress.getvalue()
+
+
+def test_features_are_those_that_the_kernels_use(monkeypatch):
+    flags = "fpu avx2 fma f16c avx512_bf16 amx_int8 avx_vnni"
+    monkeypatch.setattr(machine, "_cpuinfo", lambda *keys: flags if "flags" in keys else "")
+    assert machine.cpu_features() == ["avx2", "fma", "f16c", "avx_vnni"]

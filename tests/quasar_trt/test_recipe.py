@@ -1,0 +1,47 @@
+"""A recipe holds what acts, and comes back from its stored form."""
+
+from __future__ import annotations
+
+import pytest
+
+from quasar_trt.errors import QuasarError
+from quasar_trt.recipe import Recipe
+
+RECIPES = [Recipe(), Recipe(smoothquant=0.7, quantize_lm_head=True), Recipe(smoothquant=0), Recipe("none")]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_stored_recipe_comes_back(recipe):
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+
+
+def test_smoothing_is_a_half_unless_said_otherwise_and_absent_without_quantization():
+    assert Recipe() == Recipe(smoothquant=0.5)
+    assert Recipe("none").smoothquant is None
+    assert Recipe("none").to_dict()["smoothquant"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"quantization": "none", "smoothquant": 0.5}, ["smoothquant has no use with quantization 'none'", "'int8'"]),
+        ({"quantization": "none", "quantize_lm_head": True}, ["quantize_lm_head has no use with quantization 'none'"]),
+        ({"quantization": "int4"}, ["unknown quantization 'int4'", "int8, none"]),
+        ({"quantization": 8}, ["unknown quantization '8'"]),
+        ({"smoothquant": 1.5}, ["smoothquant is 1.5", "0 to 1"]),
+        ({"smoothquant": float("nan")}, ["smoothquant is nan"]),
+        ({"smoothquant": "high"}, ["smoothquant is high"]),
+        ({"quantize_lm_head": "no"}, ["quantize_lm_head is 'no'"]),
+        ({"smoothqant": 0.5}, ["unknown recipe option 'smoothqant'", "did you mean 'smoothquant'"]),
+    ],
+)
+def test_options_that_cannot_act_are_refused(options, words):
+    with pytest.raises(QuasarError) as error:
+        Recipe(**options)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_recipe_of_a_newer_version_is_refused():
+    with pytest.raises(QuasarError, match=r"recipe has group_size.*built by a newer version"):
+        Recipe.from_dict(Recipe().to_dict() | {"group_size": 128})
