@@ -124,10 +124,10 @@ def _check_output(output_dir: Path, force: bool) -> None:
     """Refuses an existing output before any work is done; `--force` replaces engine directories only."""
     if not output_dir.exists() and not output_dir.is_symlink():
         return
+    if output_dir.is_symlink() or not output_dir.is_dir():
+        raise QuasarError(f"output {output_dir} exists and is not a directory; choose another")
     if not force:
         raise QuasarError(f"output directory {output_dir} exists; choose another, or replace it with --force")
-    if output_dir.is_symlink() or not output_dir.is_dir():
-        raise QuasarError(f"output {output_dir} is not a directory; --force replaces engine directories only")
     if any(output_dir.iterdir()) and not (output_dir / "rank0.engine").is_file():
         raise QuasarError(
             f"{output_dir} is not an engine directory; --force replaces engine directories only: choose another"

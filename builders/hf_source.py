@@ -69,6 +69,8 @@ class HfSource(Source):
         self.config = model_config(values, str(described))
         self._shards = _shards(directory)
         found, self._shard_of, problems = _tensor_table(directory, self._shards)
+        if any(not (directory / shard).is_file() for shard in self._shards):
+            raise QuasarError(f"{directory} cannot be built: {'; '.join(problems)}; download the checkpoint again")
         unexpected = check_source_tensors(found, self.config, str(directory), problems)
         self.names = tuple(found)
         self.notices = [f"unexpected tensors are not used: {', '.join(unexpected)}"] if unexpected else []

@@ -7,6 +7,8 @@ import sys
 
 from quasar_trt import Runner, SamplingParams
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 params = SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=48)
 prompt = "One two three four. One two three four. One two"
 answers = []

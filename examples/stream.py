@@ -4,6 +4,8 @@ import sys
 
 from quasar_trt import Runner, SamplingParams
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
 runner = Runner.from_dir(sys.argv[1])
 prompt = runner.chat_ids([{"role": "user", "content": sys.argv[2]}])
 for output in runner.stream(prompt, SamplingParams(temperature=0, max_tokens=128)):

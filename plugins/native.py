@@ -6,6 +6,8 @@ the reference, and for use outside an engine. `isa` names an instruction set of 
 
 from __future__ import annotations
 
+import importlib.util
+
 import numpy as np
 
 from quasar_trt.plugins.packing import pack_vector, pack_weight, padded
@@ -14,7 +16,11 @@ try:
     from quasar_trt.plugins import _native
 except ImportError as error:
     _native = None
-    UNAVAILABLE: str | None = f"the native extension was not built ({error}); install a C++ compiler and install again"
+    _built = importlib.util.find_spec("quasar_trt.plugins._native") is not None
+    _why = f"cannot be loaded ({error})" if _built else "was not built"
+    UNAVAILABLE: str | None = (
+        f"the native extension {_why}; with a C++ compiler on the PATH, install again: pip install --force-reinstall --no-deps ."
+    )
 else:
     UNAVAILABLE = None
 

@@ -105,9 +105,14 @@ def generate(engine_dir, prompt, chat, drafter, drafter_option, engine, threads,
         request = standard_input() if text == "-" else text
         if chat:
             request = runner.chat_ids([{"role": "user", "content": request}])
+        num_tokens, finish_reason = 0, None
         for output in clock.time(runner.stream(request, sampling_params)):
             click.echo(output.text, nl=False)
+            num_tokens, finish_reason = num_tokens + len(output.token_ids), output.finish_reason
         click.echo()
+        if finish_reason == "length" and num_tokens < sampling_params.max_tokens:
+            limit = runner.engine.max_seq_len
+            click.echo(f"note: cut after {num_tokens} tokens, at the engine's max_seq_len of {limit}", err=True)
     if stats:
         click.echo(stats_line(runner.stats, clock.tokens_per_second), err=True)
 

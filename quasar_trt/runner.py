@@ -195,7 +195,9 @@ class Runner:
 
     def _need_tokenizer(self):
         if self.tokenizer is None:
-            raise QuasarError("this runner has no tokenizer; give token ids, or a tokenizer to Runner")
+            raise QuasarError(
+                "this engine has no tokenizer (tokenizer.json); give token ids, or build it from a model that has one"
+            )
         return self.tokenizer
 
     def _encode(self, text: str) -> list[int]:

@@ -206,6 +206,17 @@ def test_a_standard_input_that_is_no_text_is_one_line(engine_dirs):
     assert result.stderr.startswith(b"error: standard input is not utf-8 text") and result.stderr.count(b"\n") == 1
 
 
+def test_generate_says_when_the_context_ends_before_max_tokens(hf_dir, tmp_path):
+    directory = tmp_path / "small"
+    options = ["--quantization", "none", "--max-seq-len", "32"]
+    assert quasar_trt("build", hf_dir, "--output-dir", directory, *options).returncode == 0
+    common = [directory, "x" * 20, "--ignore-eos", "--no-stats", "--temperature", "0"]
+    cut = quasar_trt("generate", *common, "--max-tokens", "100")
+    assert cut.returncode == 0
+    assert "at the engine's max_seq_len of 32" in cut.stderr
+    assert quasar_trt("generate", *common, "--max-tokens", "5").stderr == ""
+
+
 def test_generate_with_the_reference_engine(engine_dirs):
     result = quasar_trt("generate", engine_dirs["BF16"], "hello", "--engine", "reference", "--threads", "1")
     assert result.returncode == 0 and "tokens/s" in result.stderr

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -24,6 +26,7 @@ def test_first(engine_dirs):
 
 def test_first_is_the_program_of_the_readme():
     program = (EXAMPLES / "first.py").read_text().split("\n\n", 1)[1].replace("import sys\n\n", "")
+    program = program.replace("if len(sys.argv) != 2:\n    sys.exit(__doc__)\n", "")
     readme = (EXAMPLES.parent / "README.md").read_text()
     assert program.replace("sys.argv[1]", '"int8"').strip() in readme
 
@@ -34,6 +37,13 @@ def test_stream(engine_dirs):
 
 def test_same_tokens(engine_dirs):
     assert run("same_tokens.py", engine_dirs["INT8"]).endswith("the same tokens each time\n")
+
+
+@pytest.mark.parametrize("name", ["first.py", "stream.py", "same_tokens.py"])
+def test_without_arguments_an_example_tells_its_usage(name):
+    result = subprocess.run([sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert f"python examples/{name} ENGINE_DIR" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_every_example_has_a_test():

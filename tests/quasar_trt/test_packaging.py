@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import quasar_trt
+from quasar_trt.plugins import native
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {
@@ -117,3 +119,8 @@ def test_info_names_extras_that_exist():
     from quasar_trt.machine import STACKS
 
     assert {extra for extra in STACKS.values() if extra} <= set(setup_arguments()["extras_require"])
+
+
+def test_the_native_engine_is_built_where_a_compiler_is():
+    if any(map(shutil.which, ("c++", "g++", "clang++"))):
+        assert native.UNAVAILABLE is None
