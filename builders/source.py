@@ -82,6 +82,8 @@ def source_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         prefix = architecture.layer_prefix.format(i=i)
         for norm in architecture.norms.values():
             shapes[prefix + norm] = (config.hidden_size,)
+        for norm in architecture.head_norms.values():
+            shapes[prefix + norm] = (config.head_size,)
         for linear in architecture.linears:
             for name, rows in linear.sources.items():
                 shapes[f"{prefix}{name}.weight"] = (rows(config), linear.in_features(config))

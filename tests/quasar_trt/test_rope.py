@@ -48,7 +48,7 @@ def test_llama3_divides_only_the_slow_frequencies():
 @pytest.mark.parametrize(
     ("scaling", "words"),
     [
-        ({"rope_type": "yarn"}, ["unknown rope type 'yarn'", "linear"]),
+        ({"rope_type": "longrope"}, ["unknown rope type 'longrope'", "linear"]),
         ({"rope_type": 3}, ["unknown rope type '3'"]),
         ({"type": ["linear"]}, ["unknown rope type"]),
         ({"rope_type": "linear"}, ["'factor' of rope type 'linear' is None"]),
