@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny import checkpoint_tensors, random_ids, tiny_checkpoint, tiny_llama, write_engine_dir
+from tiny import checkpoint_tensors, random_ids, tiny_checkpoint, tiny_model, write_engine_dir
 
 from quasar_trt.drafters.base import Draft
 from quasar_trt.engines.base import Acceptance, SequenceStep
@@ -29,6 +29,14 @@ MODELS = {
     "tied head": {"tie_word_embeddings": True},
     "hidden is heads times head_dim": {"num_attention_heads": 3, "num_key_value_heads": 3},
     "one kv head": {"num_key_value_heads": 1, "head_dim": 6},
+    "yarn rope": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+    "dynamic rope": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "Mistral": {"architecture": "MistralForCausalLM"},
+    "Qwen2": {"architecture": "Qwen2ForCausalLM"},
+    "Qwen2, tied head": {"architecture": "Qwen2ForCausalLM", "tie_word_embeddings": True},
+    "Qwen3": {"architecture": "Qwen3ForCausalLM"},
+    "Qwen3, biases": {"architecture": "Qwen3ForCausalLM", "attention_bias": True, "head_dim": 6},
+    "openPangu": {"architecture": "PanguEmbeddedForCausalLM"},
 }
 
 
@@ -63,7 +71,7 @@ def prefill(engine, ids):
 
 @pytest.mark.parametrize("overrides", MODELS.values(), ids=MODELS.keys())
 def test_logits_equal_transformers_at_prefill_decode_and_verify(overrides):
-    source = tiny_llama(5, **overrides)
+    source = tiny_model(**{"architecture": "LlamaForCausalLM", "seed": 5} | overrides)
     config, tensors = checkpoint_tensors(source)
     ids = random_ids(config, 90)
     with torch.no_grad():
