@@ -139,6 +139,18 @@ def test_unexpected_tensors_are_noted_and_harmless_buffers_are_not(tmp_path):
     assert not any("inv_freq" in notice for notice in notices)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("MistralForCausalLM", "q_proj.bias"), ("LlamaForCausalLM", "q_norm.weight"), ("Qwen2ForCausalLM", "o_proj.bias")],
+)
+def test_a_tensor_that_a_layer_would_leave_out_is_refused(tmp_path, architecture, name):
+    save_hf(tiny_model(architecture, 7), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"model.layers.1.self_attn.{name}"] = torch.zeros(16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert f"unexpected model.layers.1.self_attn.{name} [16], {architecture}" in refusal(tmp_path)
+
+
 def test_float16_is_widened_and_integers_are_refused(tmp_path):
     save_hf(tiny_llama(8), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
