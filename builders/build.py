@@ -27,6 +27,7 @@ from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Limits, Manifest
 from quasar_trt.model_config import ModelConfig, whole_number
 from quasar_trt.recipe import Recipe
+from quasar_trt.rope import longest_sequence, rope_type
 from quasar_trt.tokenizer import load_tokenizer
 
 # Fidelity is measured on text from this many seeds further on, which calibration cannot have seen.
@@ -73,9 +74,7 @@ def build(
     whole_number("max_draft_len", max_draft_len)
     _check_output(output_dir, force)
     source = open_source(str(model))
-    longest = source.config.max_position_embeddings
-    if max_seq_len is not None and not 2 <= max_seq_len <= longest:
-        raise QuasarError(f"max_seq_len is {max_seq_len}; this model allows 2 to {longest}")
+    longest = _longest(source.config, max_seq_len)
     limits = Limits(max_batch_size, max_seq_len or longest, max_draft_len)
     sample_length = min(calib_max_seq_length, longest)
     with _appearing_whole(output_dir, force) as directory:
@@ -86,7 +85,7 @@ def build(
             tensors = convert(source, stages.stage("Reading the model", source.config.num_hidden_layers))
             size = 0 if given or not recipe.quantized else calib_size
             scratch = directory.parent
-            own, unseen = _self_texts(source, tensors, tokenizer, size, sample_length, seed, scratch, stages)
+            own, unseen = _self_texts(source, tensors, tokenizer, size, sample_length, longest, seed, scratch, stages)
             maxima, calibration = {}, None
             if recipe.quantized:
                 samples = given or own
@@ -110,6 +109,23 @@ def build(
     if progress:
         stages.say(_summary(measured))
     return manifest
+
+
+def _longest(config: ModelConfig, max_seq_len: int | None) -> int:
+    """The most tokens that the engines compute as the model does. Raises QuasarError when the sequences asked for, or by default
+    the model's own, are longer."""
+    longest = longest_sequence(config)
+    if max_seq_len is not None and not 2 <= max_seq_len <= longest:
+        dynamic = rope_type(config.rotary_scaling) == "dynamic"
+        why = " (beyond, rope type 'dynamic' changes the rows before, which is not supported)" if dynamic else ""
+        raise QuasarError(f"max_seq_len is {max_seq_len}; this model allows 2 to {longest}{why}")
+    window = config.sliding_window
+    if window is not None and (max_seq_len or longest) > window:
+        raise QuasarError(
+            f"{config.architecture} has sliding_window = {window} in use, and only full attention is supported; up to {window} "
+            f"tokens both are the same: set max_seq_len to {window} or less"
+        )
+    return min(longest, window or longest)
 
 
 def _summary(measured: dict) -> str:
@@ -178,16 +194,27 @@ def _dataset(source: Source, path: Path | None, tokenizer, size: int, length: in
 
 
 def _self_texts(
-    source: Source, tensors: dict, tokenizer, size: int, length: int, seed: int, scratch: Path, stages: Stages
+    source: Source,
+    tensors: dict,
+    tokenizer,
+    size: int,
+    length: int,
+    longest: int,
+    seed: int,
+    scratch: Path,
+    stages: Stages,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """(calibration texts, fidelity texts), all written by the model in one batch; `scratch` holds its temporary file."""
+    """(calibration texts, fidelity texts), all written by the model in one batch; `scratch` holds its temporary file.
+
+    `length` is that of calibration texts; `longest` is what the model allows.
+    """
     vocab_size = source.config.vocab_size
-    fidelity_length = min(_FIDELITY_LENGTH, source.config.max_position_embeddings)
+    fidelity_length = min(_FIDELITY_LENGTH, longest)
     texts: list[SelfText] = new_texts(tokenizer, vocab_size, size, length, seed)
     texts += new_texts(tokenizer, vocab_size, _FIDELITY_SAMPLES, fidelity_length, seed + _FIDELITY_SEED)
-    longest = max(text.length for text in texts)
-    with source_engine(source.config, tensors, longest, scratch) as engine:
-        write(engine, texts, stages.stage("Writing text", longest))
+    steps = max(text.length for text in texts)
+    with source_engine(source.config, tensors, steps, scratch) as engine:
+        write(engine, texts, stages.stage("Writing text", steps))
     ids = [text.ids for text in texts]
     return ids[:size], ids[size:]
 

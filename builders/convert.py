@@ -31,7 +31,7 @@ def convert(source: Source, advance: Advance) -> dict[str, torch.Tensor]:
     tensors = {"transformer.vocab_embedding.weight": read(architecture.embedding)}
     for i in range(config.num_hidden_layers):
         ours, theirs = LAYER_PREFIX.format(i=i), architecture.layer_prefix.format(i=i)
-        for norm, name in architecture.norms.items():
+        for norm, name in (architecture.norms | architecture.head_norms).items():
             tensors[f"{ours}{norm}.weight"] = read(theirs + name)
         for linear in architecture.linears:
             for part in ("weight", "bias") if linear.bias(config) else ("weight",):

@@ -82,6 +82,8 @@ def source_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         prefix = architecture.layer_prefix.format(i=i)
         for norm in architecture.norms.values():
             shapes[prefix + norm] = (config.hidden_size,)
+        for norm in architecture.head_norms.values():
+            shapes[prefix + norm] = (config.head_size,)
         for linear in architecture.linears:
             for name, rows in linear.sources.items():
                 shapes[f"{prefix}{name}.weight"] = (rows(config), linear.in_features(config))
@@ -99,7 +101,8 @@ def check_source_tensors(
     """Compares the tensor table `found` (name -> dtype, shape) with the configuration.
 
     Returns the names of tensors that no part of the model uses. Raises one QuasarError that lists `problems` and every
-    tensor that is missing, of another shape or of a dtype that cannot be read.
+    tensor that is missing, of another shape or of a dtype that cannot be read, and every one inside a layer that the
+    architecture has no use for: the layer would compute something else without it.
     """
     architecture = architecture_of(config)
     expected = source_shapes(config)
@@ -111,9 +114,16 @@ def check_source_tensors(
             problems.append(f"{name} has shape {list(shape)}, config.json says {list(known[name])}")
         if name in known and dtype not in _SOURCE_TYPES:
             problems.append(f"{name} has dtype {dtype}, allowed: {', '.join(_SOURCE_TYPES)}")
+    unexpected = [name for name in found if name not in known and not _HARMLESS.fullmatch(name)]
+    layers = tuple(architecture.layer_prefix.format(i=i) for i in range(config.num_hidden_layers))
+    problems += [
+        f"unexpected {name} {list(found[name][1])}, {config.architecture} with this config.json has none"
+        for name in unexpected
+        if name.startswith(layers)
+    ]
     if problems:
         raise QuasarError(f"{where} cannot be built: {'; '.join(problems)}")
-    return [name for name in found if name not in known and not _HARMLESS.fullmatch(name)]
+    return unexpected
 
 
 def check_tied(source: Source, where: str) -> None:

@@ -68,6 +68,8 @@ def smoothed_layer(
         layer[f"{prefix}{norm}.weight"] = stored
         layer[f"{prefix}{norm}.scale_to_int"] = torch.ones(1)
         factors.update(dict.fromkeys(readers, factor))
+    for norm in architecture.head_norms:
+        layer[f"{prefix}{norm}.weight"] = tensors[f"{prefix}{norm}.weight"].to(torch.bfloat16)
     for linear in architecture.linears:
         name = prefix + linear.name
         if linear.norm is None:

@@ -40,7 +40,7 @@ def smooth_quantize(x: Tensor, inv_smoother: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, float32 [rows, k] (RMSNorm, arXiv 1910.07467). x [rows, k], weight [k]."""
+    """x / sqrt(mean(x^2) + eps) * weight, float32 [..., k] (RMSNorm, arXiv 1910.07467). x [..., k], weight [k]."""
     x = x.float()
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight.float()
 

@@ -1,14 +1,14 @@
 """Supported architectures as data: which Hugging Face tensors make which checkpoint tensors, and who absorbs whose smoother.
 
-The builder, the checkpoint and the packed file read sizes, biases and smoothers from here. A decoder whose layers compute
-the same under other names is one more entry in `ARCHITECTURES`; one that computes something else also needs engines
-that do.
+The builder, the checkpoint, the packed file and the engines read sizes, norms, biases and smoothers from here. A dense
+decoder whose layers compute the same is one more entry in `ARCHITECTURES` (docs/architectures.md); one that computes
+something else also needs engines that do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quasar_trt.errors import unknown
 from quasar_trt.model_config import ModelConfig
@@ -38,65 +38,120 @@ class Linear:
         return sum(rows(config) for rows in self.sources.values())
 
 
+_LINEARS = (
+    Linear(
+        "attention.qkv",
+        {
+            "self_attn.q_proj": lambda c: c.attention_size,
+            "self_attn.k_proj": lambda c: c.kv_size,
+            "self_attn.v_proj": lambda c: c.kv_size,
+        },
+        lambda c: c.hidden_size,
+        "input_layernorm",
+        lambda c: c.qkv_bias,
+    ),
+    Linear(
+        "attention.dense",
+        {"self_attn.o_proj": lambda c: c.hidden_size},
+        lambda c: c.attention_size,
+        None,
+        lambda c: c.dense_bias,
+    ),
+    # TensorRT-LLM calls the gate projection `fc` and the up projection `gate`.
+    Linear(
+        "mlp.fc",
+        {"mlp.gate_proj": lambda c: c.intermediate_size},
+        lambda c: c.hidden_size,
+        "post_layernorm",
+        lambda c: c.mlp_bias,
+    ),
+    Linear(
+        "mlp.gate",
+        {"mlp.up_proj": lambda c: c.intermediate_size},
+        lambda c: c.hidden_size,
+        "post_layernorm",
+        lambda c: c.mlp_bias,
+    ),
+    Linear(
+        "mlp.proj",
+        {"mlp.down_proj": lambda c: c.hidden_size},
+        lambda c: c.intermediate_size,
+        None,
+        lambda c: c.mlp_bias,
+    ),
+)
+_NORMS = {"input_layernorm": "input_layernorm.weight", "post_layernorm": "post_attention_layernorm.weight"}
+
+
 @dataclass(frozen=True)
 class Architecture:
-    """Names of one family. `norms` maps checkpoint names to Hugging Face names, both below the layer."""
+    """What one family computes, under which names, and how its config.json is read.
 
-    linears: tuple[Linear, ...]
-    norms: dict[str, str]
+    norms: checkpoint name -> Hugging Face name, both below the layer, of the norms over the hidden states.
+    head_norms: the same of the norms over each head of q and of k before RoPE, or empty; nothing is folded into these.
+    biases: flag of `ModelConfig` -> True, or the key of config.json that says so; flags that are not here are False.
+    defaults: what the family means where its config.json is silent; an explicit null is not silence.
+    stock: the architecture under which stock TensorRT-LLM modules compute the same, or None.
+    """
+
+    biases: dict[str, bool | str]
+    defaults: dict[str, object]
+    stock: str | None
+    head_norms: dict[str, str] = field(default_factory=dict)
+    linears: tuple[Linear, ...] = _LINEARS
+    norms: dict[str, str] = field(default_factory=lambda: dict(_NORMS))
     layer_prefix: str = "model.layers.{i}."
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     head: str = "lm_head.weight"
 
 
-_LLAMA = Architecture(
-    linears=(
-        Linear(
-            "attention.qkv",
-            {
-                "self_attn.q_proj": lambda c: c.attention_size,
-                "self_attn.k_proj": lambda c: c.kv_size,
-                "self_attn.v_proj": lambda c: c.kv_size,
-            },
-            lambda c: c.hidden_size,
-            "input_layernorm",
-            lambda c: c.qkv_bias,
-        ),
-        Linear(
-            "attention.dense",
-            {"self_attn.o_proj": lambda c: c.hidden_size},
-            lambda c: c.attention_size,
-            None,
-            lambda c: c.dense_bias,
-        ),
-        # TensorRT-LLM calls the gate projection `fc` and the up projection `gate`.
-        Linear(
-            "mlp.fc",
-            {"mlp.gate_proj": lambda c: c.intermediate_size},
-            lambda c: c.hidden_size,
-            "post_layernorm",
-            lambda c: c.mlp_bias,
-        ),
-        Linear(
-            "mlp.gate",
-            {"mlp.up_proj": lambda c: c.intermediate_size},
-            lambda c: c.hidden_size,
-            "post_layernorm",
-            lambda c: c.mlp_bias,
-        ),
-        Linear(
-            "mlp.proj",
-            {"mlp.down_proj": lambda c: c.hidden_size},
-            lambda c: c.intermediate_size,
-            None,
-            lambda c: c.mlp_bias,
-        ),
-    ),
-    norms={"input_layernorm": "input_layernorm.weight", "post_layernorm": "post_attention_layernorm.weight"},
-)
+_ATTENTION_BIAS = {"qkv_bias": "attention_bias", "dense_bias": "attention_bias"}
+_QWEN_DEFAULTS = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 
-ARCHITECTURES: dict[str, Architecture] = {"LlamaForCausalLM": _LLAMA}
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(
+        biases=_ATTENTION_BIAS | {"mlp_bias": "mlp_bias"},
+        defaults={"max_position_embeddings": 2048},
+        stock="LlamaForCausalLM",
+    ),
+    "MistralForCausalLM": Architecture(
+        biases={},
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        stock="MistralForCausalLM",
+    ),
+    # Stock modules for Qwen read keys of their own, so neither family carries a stock name.
+    "Qwen2ForCausalLM": Architecture(biases={"qkv_bias": True}, defaults=_QWEN_DEFAULTS, stock=None),
+    "Qwen3ForCausalLM": Architecture(
+        biases=_ATTENTION_BIAS,
+        defaults=_QWEN_DEFAULTS | {"head_dim": 128},
+        stock=None,
+        head_norms={
+            "attention.q_layernorm": "self_attn.q_norm.weight",
+            "attention.k_layernorm": "self_attn.k_norm.weight",
+        },
+    ),
+    "PanguEmbeddedForCausalLM": Architecture(
+        biases={"qkv_bias": "bias", "dense_bias": "bias"},
+        defaults={
+            "bias": True,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 32768,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 16000000.0,
+        },
+        stock="LlamaForCausalLM",
+    ),
+}
+
+# Refused as what they are, also where config.json does not count the experts.
+MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 
 
 def architecture_of(config: ModelConfig) -> Architecture:

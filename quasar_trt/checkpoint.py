@@ -11,6 +11,7 @@ from quasar_trt.architectures import architecture_of
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import SMOOTHQUANT, Recipe
+from quasar_trt.rope import rope_type
 from quasar_trt.tensorfile import TensorSpec, read_header
 
 LAYER_PREFIX = "transformer.layers.{i}."
@@ -28,6 +29,8 @@ def checkpoint_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec
             spec[f"{prefix}{norm}.weight"] = TensorSpec("BF16", (config.hidden_size,))
             if recipe.quantized:
                 spec[f"{prefix}{norm}.scale_to_int"] = TensorSpec("F32", (1,))
+        for norm in architecture.head_norms:
+            spec[f"{prefix}{norm}.weight"] = TensorSpec("BF16", (config.head_size,))
         for linear in architecture.linears:
             name, rows, columns = prefix + linear.name, linear.out_features(config), linear.in_features(config)
             spec[f"{name}.weight"] = TensorSpec("I8" if recipe.quantized else "BF16", (rows, columns))
@@ -47,10 +50,12 @@ def checkpoint_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec
 
 def checkpoint_config(config: ModelConfig, recipe: Recipe) -> dict:
     """config.json of the checkpoint: TensorRT-LLM's PretrainedConfig, our extras under the one key `quasar`."""
-    # Stock modules have one switch for the biases of qkv and of the attention output, and no quantized head.
-    stock = not recipe.quantize_lm_head and config.qkv_bias == config.dense_bias
+    # Stock modules have one switch for the biases of qkv and of the attention output, no quantized head and another YaRN.
+    architecture = architecture_of(config)
+    stock = config.qkv_bias == config.dense_bias and rope_type(config.rotary_scaling) != "yarn"
+    stock = architecture.stock if stock and not recipe.quantize_lm_head else None
     return {
-        "architecture": config.architecture if stock else OWN_ARCHITECTURE,
+        "architecture": stock or OWN_ARCHITECTURE,
         "dtype": "bfloat16",
         "logits_dtype": "float32",
         "hidden_size": config.hidden_size,
@@ -68,7 +73,7 @@ def checkpoint_config(config: ModelConfig, recipe: Recipe) -> dict:
         "rotary_scaling": config.rotary_scaling,
         "attn_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
-        "qk_layernorm": False,
+        "qk_layernorm": bool(architecture.head_norms),
         "use_parallel_embedding": False,
         "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
         "quantization": {

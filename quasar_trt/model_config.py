@@ -48,12 +48,16 @@ class ModelConfig:
     dense_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
+    # Positions that some layers see, where that is fewer than all; engines see all, which is the same up to so many tokens.
+    sliding_window: int | None = None
 
     def __post_init__(self):
         if not isinstance(self.architecture, str):
             raise QuasarError(f"architecture is {self.architecture!r}; it must be a name")
         for name, least in _SIZES.items():
             whole_number(name, getattr(self, name), least)
+        if self.sliding_window is not None:
+            whole_number("sliding_window", self.sliding_window)
         if self.num_attention_heads % self.num_key_value_heads:
             raise QuasarError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads {self.num_key_value_heads}"

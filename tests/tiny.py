@@ -12,7 +12,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 from quasar_trt.architectures import architecture_of
 from quasar_trt.checkpoint import LAYER_PREFIX, checkpoint_config, checkpoint_spec
@@ -38,14 +44,33 @@ SIZES = {
 }
 
 
+class PanguEmbeddedForCausalLM(LlamaForCausalLM):
+    """openPangu-Embedded, which transformers does not have: a Llama with biases on q, k, v and o."""
+
+
+# architecture -> (class, fields of its configuration besides SIZES)
+MODELS = {
+    "LlamaForCausalLM": (LlamaForCausalLM, {}),
+    "MistralForCausalLM": (MistralForCausalLM, {"sliding_window": None}),
+    "Qwen2ForCausalLM": (Qwen2ForCausalLM, {}),
+    "Qwen3ForCausalLM": (Qwen3ForCausalLM, {}),
+    "PanguEmbeddedForCausalLM": (PanguEmbeddedForCausalLM, {"attention_bias": True}),
+}
+
+
+def tiny_llama(seed: int = 0, **overrides) -> PreTrainedModel:
+    return tiny_model("LlamaForCausalLM", seed, **overrides)
+
+
 @torch.no_grad()
-def tiny_llama(seed: int = 0, **overrides) -> LlamaForCausalLM:
-    """A random float32 Llama in eval mode; `overrides` are LlamaConfig fields.
+def tiny_model(architecture: str, seed: int = 0, **overrides) -> PreTrainedModel:
+    """A random float32 model in eval mode; `overrides` are fields of its configuration.
 
     Weights are BF16 values, so storing them in a checkpoint loses nothing, and are large enough that logits spread (their
     standard deviation is above 1) and that every layer, norm and bias matters to them.
     """
-    model = LlamaForCausalLM(LlamaConfig(**SIZES | overrides)).eval()
+    model_class, fields = MODELS[architecture]
+    model = model_class(model_class.config_class(**SIZES | fields | overrides)).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, weight in sorted(model.named_parameters()):
         noise = torch.randn(weight.shape, generator=generator)
@@ -61,12 +86,12 @@ def tiny_llama(seed: int = 0, **overrides) -> LlamaForCausalLM:
     return model
 
 
-def model_config(model: LlamaForCausalLM) -> ModelConfig:
-    config = model.config
+def model_config(model: PreTrainedModel) -> ModelConfig:
+    config, layer = model.config, model.model.layers[0]
     rope = getattr(config, "rope_parameters", None) or {**(config.rope_scaling or {}), "rope_theta": config.rope_theta}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return ModelConfig(
-        architecture="LlamaForCausalLM",
+        architecture=type(model).__name__,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_hidden_layers=config.num_hidden_layers,
@@ -78,14 +103,14 @@ def model_config(model: LlamaForCausalLM) -> ModelConfig:
         norm_epsilon=config.rms_norm_eps,
         rotary_base=rope["rope_theta"],
         rotary_scaling=scaling if scaling.get("rope_type", "default") != "default" else None,
-        qkv_bias=config.attention_bias,
-        dense_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
+        qkv_bias=layer.self_attn.q_proj.bias is not None,
+        dense_bias=layer.self_attn.o_proj.bias is not None,
+        mlp_bias=getattr(layer.mlp.gate_proj, "bias", None) is not None,
         tie_word_embeddings=config.tie_word_embeddings,
     )
 
 
-def checkpoint_tensors(model: LlamaForCausalLM) -> tuple[ModelConfig, dict[str, Tensor]]:
+def checkpoint_tensors(model: PreTrainedModel) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The model's BF16 checkpoint tensors (recipe `Recipe("none")`), without loss."""
     config = model_config(model)
     state = {name: tensor.detach().bfloat16() for name, tensor in model.state_dict().items()}
@@ -94,6 +119,9 @@ def checkpoint_tensors(model: LlamaForCausalLM) -> tuple[ModelConfig, dict[str, 
         ours, theirs = f"transformer.layers.{i}.", f"model.layers.{i}."
         tensors[f"{ours}input_layernorm.weight"] = state[f"{theirs}input_layernorm.weight"]
         tensors[f"{ours}post_layernorm.weight"] = state[f"{theirs}post_attention_layernorm.weight"]
+        for head in ("q", "k"):
+            if f"{theirs}self_attn.{head}_norm.weight" in state:
+                tensors[f"{ours}attention.{head}_layernorm.weight"] = state[f"{theirs}self_attn.{head}_norm.weight"]
         for name, parts in {
             "attention.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
             "attention.dense": ["self_attn.o_proj"],
@@ -153,11 +181,12 @@ def _quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tiny_checkpoint(
-    seed: int = 0, recipe: Recipe | None = None, **overrides
+    seed: int = 0, recipe: Recipe | None = None, architecture: str = "LlamaForCausalLM", **overrides
 ) -> tuple[ModelConfig, Recipe, dict[str, Tensor]]:
-    """(config, recipe, checkpoint tensors) of `tiny_llama(seed, **overrides)`; the recipe defaults to `Recipe("none")`."""
+    """(config, recipe, checkpoint tensors) of `tiny_model(architecture, seed, **overrides)`; the recipe defaults to
+    `Recipe("none")`."""
     recipe = recipe or Recipe("none")
-    config, tensors = checkpoint_tensors(tiny_llama(seed, **overrides))
+    config, tensors = checkpoint_tensors(tiny_model(architecture, seed, **overrides))
     if recipe.quantized:
         tensors = quantized_tensors(config, tensors, recipe, [random_ids(config, 64, seed=1000 + s) for s in range(4)])
     return config, recipe, tensors
@@ -191,7 +220,13 @@ def write_engine_dir(
     return directory
 
 
-def save_hf(model: LlamaForCausalLM, directory: Path, max_shard_size: str = "5GB") -> Path:
+def save_hf(model: PreTrainedModel, directory: Path, max_shard_size: str = "5GB") -> Path:
     """The model as a Hugging Face directory of BF16 safetensors, without a tokenizer."""
     copy.deepcopy(model).bfloat16().save_pretrained(directory, max_shard_size=max_shard_size)
+    if isinstance(model, PanguEmbeddedForCausalLM):  # its configuration has other names
+        path = Path(directory) / "config.json"
+        values = json.loads(path.read_text())
+        del values["mlp_bias"]
+        values |= {"model_type": "PanguEmbedded", "bias": values.pop("attention_bias")}
+        path.write_text(json.dumps(values))
     return Path(directory)

@@ -61,6 +61,8 @@ class PyDecoder {
       const std::string prefix = "transformer.layers." + std::to_string(i) + ".";
       weights.layers.push_back({pointer<float>(tensors_, prefix + "input_layernorm.weight"),
                                 pointer<float>(tensors_, prefix + "post_layernorm.weight"),
+                                pointer<float>(tensors_, prefix + "attention.q_layernorm.weight"),
+                                pointer<float>(tensors_, prefix + "attention.k_layernorm.weight"),
                                 weight_named(tensors_, prefix + "attention.qkv", shape_.hidden),
                                 weight_named(tensors_, prefix + "attention.dense", shape_.heads * shape_.head),
                                 weight_named(tensors_, prefix + "mlp.fc_gate", shape_.hidden),

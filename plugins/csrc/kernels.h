@@ -48,7 +48,7 @@ constexpr int kPage = 64;
 
 struct Kernels {
   const char* name;
-  // y = x / rms(x) * weight; all [n], padded entries are zero.
+  // y = x / rms(x) * weight; all [n], padded entries are zero; y may be x.
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* y);
   // y = silu(gate) * up, as the kSiluMul epilogue computes it.
   void (*silu_mul)(const float* gate, const float* up, int n, float* y);

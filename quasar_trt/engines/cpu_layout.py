@@ -50,6 +50,8 @@ def packed_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec]:
         prefix = LAYER_PREFIX.format(i=i)
         for norm in architecture_of(config).norms:
             vector(f"{prefix}{norm}.weight", config.hidden_size)
+        for norm in architecture_of(config).head_norms:
+            vector(f"{prefix}{norm}.weight", config.head_size)
         for name, n, k, bias, smoother in layer_linears(config):
             linear(prefix + name, n, k, bias, smoother, recipe.quantized)
     vector("transformer.ln_f.weight", config.hidden_size)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quasar_trt.architectures import architecture_of
 from quasar_trt.checkpoint import LAYER_PREFIX, Checkpoint
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.manifest import Manifest
@@ -91,6 +92,7 @@ class ReferenceModel:
         self.observe = observe
         self.tensors = tensors
         self.device = tensors["lm_head.weight"].device
+        self._head_norms = bool(architecture_of(config).head_norms)
         self._cos = self._sin = torch.empty(0, config.head_size // 2, device=self.device)
 
     def new_cache(self, dtype: torch.dtype | None = None) -> KVCache:
@@ -160,6 +162,10 @@ class ReferenceModel:
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         qkv = qkv.view(len(qkv), heads + 2 * kv_heads, self.config.head_size)
         queries, keys, values = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        if self._head_norms:
+            prefix = LAYER_PREFIX.format(i=layer)
+            queries = self._norm(f"{prefix}attention.q_layernorm", queries)
+            keys = self._norm(f"{prefix}attention.k_layernorm", keys)
         queries, keys = _rotate(queries, cos, sin), _rotate(keys, cos, sin)
         outputs = []
         counts = [len(tokens) for tokens, _ in batch]

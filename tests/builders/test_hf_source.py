@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import checkpoint_tensors, model_config, save_hf, tiny_llama
+from tiny import checkpoint_tensors, model_config, save_hf, tiny_llama, tiny_model
 from tiny_tokenizer import save_tokenizer
 
 from quasar_trt.builders.convert import convert
@@ -48,9 +48,22 @@ def refusal(model) -> str:
 
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
-@pytest.mark.parametrize("overrides", [{}, {"attention_bias": True, "mlp_bias": True}])
-def test_tensors_and_config_equal_the_models(tmp_path, shard, overrides):
-    model = tiny_llama(3, **overrides)
+@pytest.mark.parametrize(
+    ("architecture", "overrides"),
+    [
+        ("LlamaForCausalLM", {}),
+        ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+        ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.5}}),
+        ("MistralForCausalLM", {}),
+        ("Qwen2ForCausalLM", {}),
+        ("Qwen3ForCausalLM", {}),
+        ("Qwen3ForCausalLM", {"attention_bias": True, "tie_word_embeddings": True}),
+        ("PanguEmbeddedForCausalLM", {}),
+        ("PanguEmbeddedForCausalLM", {"attention_bias": False}),
+    ],
+)
+def test_tensors_and_config_equal_the_models(tmp_path, shard, architecture, overrides):
+    model = tiny_model(architecture, 3, **overrides)
     source = open_source(str(save_hf(model, tmp_path, shard)))
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 or shard == "5GB"
     expected_config, expected = checkpoint_tensors(model)
@@ -126,6 +139,18 @@ def test_unexpected_tensors_are_noted_and_harmless_buffers_are_not(tmp_path):
     assert not any("inv_freq" in notice for notice in notices)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("MistralForCausalLM", "q_proj.bias"), ("LlamaForCausalLM", "q_norm.weight"), ("Qwen2ForCausalLM", "o_proj.bias")],
+)
+def test_a_tensor_that_a_layer_would_leave_out_is_refused(tmp_path, architecture, name):
+    save_hf(tiny_model(architecture, 7), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"model.layers.1.self_attn.{name}"] = torch.zeros(16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert f"unexpected model.layers.1.self_attn.{name} [16], {architecture}" in refusal(tmp_path)
+
+
 def test_float16_is_widened_and_integers_are_refused(tmp_path):
     save_hf(tiny_llama(8), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -185,7 +210,10 @@ def test_a_hub_model_is_refused_before_its_weights_are_fetched(monkeypatch, tmp_
         ({"architectures": None}, ["names no architecture", "LlamaForCausalLM"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config (gptq)"]),
         ({"num_local_experts": 4}, ["LlamaForCausalLM", "num_local_experts = 4"]),
-        ({"sliding_window": 8}, ["sliding_window = 8"]),
+        ({"sliding_window": "x"}, ["sliding_window is 'x'"]),
+        ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "mixtures of experts"]),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 60}, ["Qwen2MoeForCausalLM with num_experts = 60"]),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, ["Qwen3MoeForCausalLM", "mixtures of experts"]),
         ({"hidden_act": "gelu"}, ["hidden_act 'gelu'", "silu"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads 4", "num_key_value_heads 3"]),
         ({"num_attention_heads": 5, "num_key_value_heads": 5}, ["hidden_size 24", "num_attention_heads 5"]),
@@ -201,13 +229,18 @@ def test_a_hub_model_is_refused_before_its_weights_are_fetched(monkeypatch, tmp_
         ({"architectures": [["x"]]}, ["unknown architecture"]),
         ({"quantization_config": "gptq"}, ["quantization_config (gptq)"]),
         ({"quantization_config": ["x"]}, ["quantization_config"]),
-        ({"layer_types": 3}, ["only full attention"]),
+        ({"layer_types": 3}, ["layer_types has 3", "full_attention"]),
+        ({"layer_types": ["full_attention", "linear_attention"]}, ["['linear_attention']"]),
         ({"rope_scaling": {"rope_type": 3}}, ["unknown rope type '3'"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["'factor'", "linear", "is 0", "above 0"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, ["'factor'", "is inf"]),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, ["'low_freq_factor'", "4.0", "below 'high_freq_factor'"]),
         ({"rope_scaling": LLAMA3 | {"original_max_position_embeddings": None}}, ["'original_max_position_embeddings'"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["unknown rope type 'yarn'"]),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, ["unknown rope type 'longrope'"]),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, ["one object", "all layers"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -1.0}}, ["'factor' of rope type 'yarn' is -1.0"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": "x"}}, ["'attention_factor'"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": 1}}, ["'truncate'", "true or false"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["'factor'"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
         ({"rope_theta": "x"}, ["rope_theta is 'x'"]),
@@ -252,6 +285,53 @@ def test_llama3_rope_parses():
 def test_explicit_head_dim_and_unused_window_are_accepted():
     config = parse(CONFIG | {"head_dim": 8, "sliding_window": 4096, "use_sliding_window": False}, "c")
     assert (config.head_size, config.attention_size, config.qkv_size) == (8, 32, 64)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "expected"),
+    [
+        ("MistralForCausalLM", {}, {"sliding_window": 4096, "max_position_embeddings": 131072}),
+        ("MistralForCausalLM", {"attention_bias": True, "sliding_window": None}, {"qkv_bias": False}),
+        ("Qwen2ForCausalLM", {}, {"qkv_bias": True, "dense_bias": False, "mlp_bias": False, "norm_epsilon": 1e-6}),
+        ("Qwen3ForCausalLM", {}, {"head_size": 128, "qkv_bias": False, "max_position_embeddings": 32768}),
+        ("Qwen3ForCausalLM", {"attention_bias": True}, {"qkv_bias": True, "dense_bias": True}),
+        (
+            "PanguEmbeddedForCausalLM",
+            {},
+            {"qkv_bias": True, "dense_bias": True, "mlp_bias": False, "norm_epsilon": 1e-5, "rotary_base": 16e6},
+        ),
+        ("PanguEmbeddedForCausalLM", {"bias": False, "mlp_bias": True}, {"qkv_bias": False, "mlp_bias": False}),
+    ],
+)
+def test_what_a_config_leaves_out_means_what_its_family_means(architecture, changes, expected):
+    config = parse(CONFIG | {"architectures": [architecture]} | changes, "c")
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 64, "sliding_window": 16}
+
+
+@pytest.mark.parametrize(
+    ("values", "window"),
+    [
+        ({"sliding_window": 16, "max_position_embeddings": 64}, 16),
+        ({"sliding_window": 64, "max_position_embeddings": 64}, None),  # sees everything
+        ({"sliding_window": None, "max_position_embeddings": 64}, None),
+        (QWEN2, None),  # off unless switched on
+        (QWEN2 | {"use_sliding_window": True}, None),  # from layer 28 on, and there are 2
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 1}, 16),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, 16),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 0, "layer_types": ["full_attention"] * 2}, None),
+    ],
+)
+def test_a_window_counts_where_a_layer_uses_it(values, window):
+    assert parse(CONFIG | values, "c").sliding_window == window
+
+
+def test_an_original_maximum_beside_the_rope_parameters_counts():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    config = parse(CONFIG | {"rope_scaling": yarn, "original_max_position_embeddings": 32}, "c")
+    assert config.rotary_scaling == yarn | {"original_max_position_embeddings": 32}
 
 
 def test_end_of_text_ids_come_from_the_generation_config(tmp_path):

@@ -67,6 +67,10 @@ def test_a_foreign_config_is_refused(directory, text):
         ({"qkv_bias": True}, Recipe("none"), False),
         ({"dense_bias": True}, Recipe(), False),
         ({}, Recipe(quantize_lm_head=True), False),
+        ({"rotary_scaling": {"rope_type": "yarn", "factor": 4.0}}, Recipe(), False),
+        ({"architecture": "PanguEmbeddedForCausalLM", "qkv_bias": True, "dense_bias": True}, Recipe(), True),
+        ({"architecture": "Qwen2ForCausalLM", "qkv_bias": True}, Recipe(), False),
+        ({"architecture": "Qwen3ForCausalLM"}, Recipe("none"), False),
     ],
 )
 def test_what_stock_loaders_cannot_express_has_another_architecture(changes, recipe, stock):
@@ -76,6 +80,17 @@ def test_what_stock_loaders_cannot_express_has_another_architecture(changes, rec
     assert (values["architecture"] == OWN_ARCHITECTURE) != stock
     excluded = ["lm_head"] if recipe.quantized and not recipe.quantize_lm_head else None
     assert values["quantization"]["exclude_modules"] == excluded
+
+
+@pytest.mark.parametrize("recipe", [Recipe(), Recipe("none")])
+def test_norms_over_heads_are_declared_and_have_no_scale(recipe):
+    llama = tiny_checkpoint(0)[0]
+    qwen3 = dataclasses.replace(llama, architecture="Qwen3ForCausalLM")
+    assert checkpoint_config(qwen3, recipe)["qk_layernorm"] and not checkpoint_config(llama, recipe)["qk_layernorm"]
+    spec = checkpoint_spec(qwen3, recipe)
+    added = spec.keys() - checkpoint_spec(llama, recipe).keys()
+    assert added == {f"transformer.layers.{i}.attention.{x}_layernorm.weight" for i in range(3) for x in "qk"}
+    assert {(spec[name].dtype, spec[name].shape) for name in added} == {("BF16", (16,))}
 
 
 @pytest.mark.parametrize("changes", [{}, {"qkv_bias": True}, {"mlp_bias": True}])

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from tiny import random_ids, tiny_checkpoint, tiny_llama
+from tiny import MODELS, checkpoint_tensors, random_ids, tiny_checkpoint, tiny_model
 
 from quasar_trt.builders.cpu_target import compile_cpu
 from quasar_trt.drafters.base import Draft
@@ -35,6 +35,8 @@ SIZES = {
         "intermediate_size": 99,
     },
     "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
+    "head norms": {"architecture": "Qwen3ForCausalLM"},
+    "odd head norms": {"architecture": "Qwen3ForCausalLM", "head_dim": 20, "attention_bias": True},
 }
 
 
@@ -97,11 +99,15 @@ def test_logits_agree_with_the_reference_engine_at_prefill_verify_and_decode(pac
         assert np.abs(ours - theirs).mean() < tolerance / 10 * theirs.std()
 
 
-def test_bf16_logits_agree_with_transformers(packed):
-    config, _, _, path = packed("bf16")
+@pytest.mark.parametrize("architecture", MODELS)
+def test_bf16_logits_agree_with_transformers(architecture, tmp_path):
+    source = tiny_model(architecture, 3)
+    config, tensors = checkpoint_tensors(source)
+    path = tmp_path / "rank0.engine"
+    compile_cpu(config, Recipe("none"), tensors, path)
     ids = random_ids(config, 60)
     with torch.no_grad():
-        expected = tiny_llama(3)(torch.tensor([ids])).logits[0].numpy()
+        expected = source(torch.tensor([ids])).logits[0].numpy()
     engine = CpuEngine(path, max_seq_len=64)
     rows = rows_of(engine, [SequenceStep(engine.open(), ids[:1], Draft(tuple(ids[1:])))])[0]
     # float32 throughout, but for the keys and values, which the cache rounds to BF16
@@ -110,7 +116,7 @@ def test_bf16_logits_agree_with_transformers(packed):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("sizes", ["plain", "odd head"])
+@pytest.mark.parametrize("sizes", ["plain", "odd head", "head norms", "odd head norms"])
 def test_rows_have_the_same_bits_for_any_chunks_threads_neighbours_and_row_counts(packed, recipe, sizes):
     config, _, _, path = packed(recipe, sizes)
     ids = random_ids(config, 170, seed=5)
@@ -215,9 +221,10 @@ def test_when_accept_fails_every_sequence_is_as_it_was(packed, failure):
     np.testing.assert_array_equal(after, prefill(engine, [*random_ids(config, 5), 4])[1])
 
 
+@pytest.mark.parametrize("sizes", ["odd head", "odd head norms"])  # sizes that are padded inside the engine
 @pytest.mark.parametrize("recipe", ["bf16", "int8"])
-def test_a_nan_stays_in_its_sequence_and_does_not_outlive_it(packed, recipe, tmp_path):
-    config, chosen, tensors, _ = packed(recipe, "odd head")  # sizes that are padded inside the engine
+def test_a_nan_stays_in_its_sequence_and_does_not_outlive_it(packed, recipe, sizes, tmp_path):
+    config, chosen, tensors, _ = packed(recipe, sizes)
     tensors = dict(tensors)
     embedding = tensors["transformer.vocab_embedding.weight"].clone()
     embedding[7, 3] = float("nan")

@@ -29,6 +29,7 @@ CONFIG = ModelConfig("LlamaForCausalLM", 24, 40, 2, 4, 2, 8, 50, 64, 1e-5, 10000
         ("rotary_base", "10000", ["finite"]),
         ("rotary_scaling", [], ["an object or null"]),
         ("qkv_bias", None, ["true or false"]),
+        ("sliding_window", 0, ["at least 1"]),
         ("architecture", 3, ["a name"]),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny import checkpoint_tensors, random_ids, tiny_checkpoint, tiny_llama, write_engine_dir
+from tiny import MODELS, checkpoint_tensors, random_ids, tiny_checkpoint, tiny_model, write_engine_dir
 
 from quasar_trt.drafters.base import Draft
 from quasar_trt.engines.base import Acceptance, SequenceStep
@@ -20,8 +20,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-MODELS = {
-    "plain": {},
+VARIANTS = {architecture: {"architecture": architecture} for architecture in MODELS} | {
     "linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 2.5}},
     "llama3 rope": {"rope_scaling": LLAMA3},
     "other rope base": {"rope_theta": 500000.0},
@@ -29,6 +28,10 @@ MODELS = {
     "tied head": {"tie_word_embeddings": True},
     "hidden is heads times head_dim": {"num_attention_heads": 3, "num_key_value_heads": 3},
     "one kv head": {"num_key_value_heads": 1, "head_dim": 6},
+    "yarn rope": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+    "dynamic rope": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "Qwen2, tied head": {"architecture": "Qwen2ForCausalLM", "tie_word_embeddings": True},
+    "Qwen3, biases": {"architecture": "Qwen3ForCausalLM", "attention_bias": True, "head_dim": 6},
 }
 
 
@@ -61,9 +64,9 @@ def prefill(engine, ids):
     return sequence, run(engine, sequence, ids)
 
 
-@pytest.mark.parametrize("overrides", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS.keys())
 def test_logits_equal_transformers_at_prefill_decode_and_verify(overrides):
-    source = tiny_llama(5, **overrides)
+    source = tiny_model(**{"architecture": "LlamaForCausalLM", "seed": 5} | overrides)
     config, tensors = checkpoint_tensors(source)
     ids = random_ids(config, 90)
     with torch.no_grad():

@@ -167,16 +167,36 @@ void Decoder::linear(const Weight& weight, const Activations& x, int rows, int n
     kernels_->linear_bf16(weight, x.floats.get(), x.stride, rows, begin, end, out);
 }
 
-// RoPE on queries (which also take the 1 / sqrt(head) of attention) and keys; keys and values go to the cache as BF16.
+// The norms over each head of q and k in one row of qkv. A head that does not fill whole vectors is computed aside, padded with
+// zeros, so that its neighbour is neither summed nor overwritten.
+void Decoder::normalize_heads(const LayerWeights& w, float* x, float* scratch) const {
+  const int head = shape_.head, width = padded(head);
+  std::fill(scratch + head, scratch + width, 0.0f);
+  for (int h = 0; h < shape_.heads + shape_.kv_heads; ++h, x += head) {
+    const float* weight = h < shape_.heads ? w.q_norm : w.k_norm;
+    if (width == head) {
+      kernels_->rms_norm(x, weight, shape_.norm_epsilon, head, x);
+      continue;
+    }
+    std::copy_n(x, head, scratch);
+    kernels_->rms_norm(scratch, weight, shape_.norm_epsilon, head, scratch);
+    std::copy_n(scratch, head, x);
+    std::fill(scratch + head, scratch + width, 0.0f);  // a NaN row would leave NaN there
+  }
+}
+
+// Norms over heads, where there are any, and RoPE on queries (which also take the 1 / sqrt(head) of attention) and keys; keys and values go to the cache as BF16.
 void Decoder::rotate(int layer, int thread) {
   const int head = shape_.head, half = head / 2, width = padded(head), stride = padded(shape_.qkv());
   const float scale = 1.0f / std::sqrt(static_cast<float>(head));
+  const LayerWeights& w = weights_.layers[static_cast<size_t>(layer)];
   const auto [begin, end] = share(static_cast<int>(rows_.size()), thread, pool_.size());
   for (int row = begin; row < end; ++row) {
     const auto [part, position] = rows_[static_cast<size_t>(row)];
     const float* cos = weights_.cos + static_cast<int64_t>(position) * half;
     const float* sin = weights_.sin + static_cast<int64_t>(position) * half;
     float* x = qkv_.get() + static_cast<int64_t>(row) * stride;
+    if (w.q_norm) normalize_heads(w, x, scratch_[static_cast<size_t>(thread)].floats.get());
     uint16_t* page = pages_[static_cast<size_t>(part)][static_cast<size_t>(position / kPage)];
     const int slot = position % kPage;
     for (int h = 0; h < shape_.heads + shape_.kv_heads; ++h, x += head) {

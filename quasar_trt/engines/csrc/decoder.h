@@ -45,6 +45,7 @@ struct DecoderShape {
 
 struct LayerWeights {
   const float *input_norm, *post_norm;
+  const float *q_norm, *k_norm;  // over each head, before RoPE; null where the model has none
   Weight qkv, dense, fc_gate, proj;
   const float *dense_smoother, *proj_smoother;  // inverse; null where the layer is not quantized
 };
@@ -86,6 +87,7 @@ class Decoder {
   void layer(int index, int thread);
   void embed(int thread);
   void normalize(const float* weight, int thread);
+  void normalize_heads(const LayerWeights& w, float* x, float* scratch) const;
   void rotate(int layer, int thread);
   void attend(int layer, int thread);
   void quantize(Activations& x, const float* inverse_smoother, int n, int thread);
