@@ -87,9 +87,8 @@ def _recipe_text(recipe: Recipe) -> str:
     if not recipe.quantized:
         return "BF16 weights, float activations"
     head = "INT8 head with 16-bit activations" if recipe.quantize_lm_head else "BF16 head"
-    return (
-        f"INT8 weights per output channel, INT8 activations per token, smoothing alpha {recipe.smoothquant:g}, {head}"
-    )
+    smoothing = "searched" if recipe.smoothquant is None else f"alpha {recipe.smoothquant:g}"
+    return f"INT8 weights per output channel, INT8 activations per token, smoothing {smoothing}, {head}"
 
 
 def _calibration_text(calibration: dict) -> str:
