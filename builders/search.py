@@ -24,7 +24,7 @@ from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import SMOOTHQUANT, Recipe
 
 ALPHAS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-_ROWS = 512  # a candidate is judged on this many rows, evenly spread over the texts
+_ROWS = 1024  # a candidate is judged on this many rows, evenly spread over the texts
 
 
 @dataclass(frozen=True)
