@@ -15,7 +15,9 @@ from quasar_trt.builders.calibrate import ChannelMaxima, dataset_ids
 from quasar_trt.builders.convert import convert
 from quasar_trt.builders.cpu_target import compile_cpu
 from quasar_trt.builders.progress import Stages
+from quasar_trt.builders.search import search_smoothers
 from quasar_trt.builders.self_text import SelfText, new_texts, source_engine, write
+from quasar_trt.builders.smooth import count_extremes, textbook_smoothers
 from quasar_trt.builders.source import Source, open_source
 from quasar_trt.builders.tokenizer_files import write_json
 from quasar_trt.builders.write_checkpoint import write_checkpoint
@@ -86,15 +88,20 @@ def build(
             size = 0 if given or not recipe.quantized else calib_size
             scratch = directory.parent
             own, unseen = _self_texts(source, tensors, tokenizer, size, sample_length, longest, seed, scratch, stages)
-            maxima, calibration = {}, None
+            smoothers, choices, calibration = {}, {}, None
             if recipe.quantized:
                 samples = given or own
-                observer = _observe(source.config, tensors, samples, stages)
-                maxima = observer.maxima
+                if recipe.smoothquant is None:
+                    advance = stages.stage("Smoothing", source.config.num_hidden_layers)
+                    choices, observer = search_smoothers(source.config, tensors, samples, advance)
+                    smoothers = {name: choice.smoother for name, choice in choices.items()}
+                else:
+                    observer = _observe(source.config, tensors, samples, stages)
+                    smoothers = textbook_smoothers(source.config, recipe.smoothquant, tensors, observer.maxima)
                 origin = str(calib_dataset) if given else "self-generated"
                 calibration = {"source": origin, "samples": len(samples), "tokens": observer.rows, "seed": seed}
-                calibration |= observer.report()
-            files = _write_weights(source.config, recipe, tensors, maxima, directory, stages)
+                calibration |= observer.report() | count_extremes(source.config, tensors, smoothers)
+            files = _write_weights(source.config, recipe, tensors, smoothers, directory, stages)
         producer = {"quasar-trt": __version__} | {name: version(name) for name in ("torch", "transformers", "numpy")}
         described = {"path": source.path, "kind": source.kind, "notices": source.notices}
         manifest = Manifest(producer, "cpu", limits, 1, recipe, described, calibration, files)
@@ -103,6 +110,8 @@ def build(
         windows = [ids[: limits.max_seq_len] for ids in unseen]
         measured = fidelity.measure(model, open_engine(directory), windows, progress)
         measured["text"] += f", written by the source model (seed {seed + _FIDELITY_SEED})"
+        if choices:
+            measured["groups"] = {name: choice.report() for name, choice in choices.items()}
         write_json(directory / "fidelity.json", measured)
     for notice in source.notices:
         stages.say(f"note: {notice}")
@@ -232,12 +241,12 @@ def _observe(config: ModelConfig, tensors: dict, texts: list[list[int]], stages:
 
 
 def _write_weights(
-    config: ModelConfig, recipe: Recipe, tensors: dict, maxima: dict, directory: Path, stages: Stages
+    config: ModelConfig, recipe: Recipe, tensors: dict, smoothers: dict, directory: Path, stages: Stages
 ) -> dict:
     """The checkpoint and, compiled from it, the CPU's packed file; returns the manifest's records of both."""
     total = len(checkpoint_spec(config, recipe))
     stage = stages.stage("Quantizing" if recipe.quantized else "Writing", total)
-    record = write_checkpoint(config, recipe, tensors, maxima, directory / "checkpoint", stage)
+    record = write_checkpoint(config, recipe, tensors, smoothers, directory / "checkpoint", stage)
     path = "checkpoint/rank0.safetensors"
     total = sum(spec.nbytes for spec in packed_spec(config, recipe).values())
     advance = stages.stage("Packing", total)

@@ -6,20 +6,72 @@ norm's weight; elsewhere the engine divides by an explicit smoother.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
+
+from quasar_trt.architectures import architecture_of
+from quasar_trt.checkpoint import LAYER_PREFIX
+from quasar_trt.model_config import ModelConfig
+
+Tensors = Mapping[str, torch.Tensor]
 
 # The bounds of stock TensorRT-LLM tools below, and their mirror image above.
 _SMALLEST, _LARGEST = 1e-5, 1e5
 
 
-def smoother(input_maxima: torch.Tensor, weight_maxima: torch.Tensor, alpha: float) -> torch.Tensor:
-    """s_j = max|X_j|^alpha / max|W_j|^(1 - alpha), float32 [columns], finite and above 0.
+@dataclass(frozen=True)
+class Group:
+    """Linears that read one input and so share a smoother, by checkpoint names without ".weight".
+
+    norm: what absorbs the smoother, or None where it is explicit.
+    """
+
+    linears: tuple[str, ...]
+    norm: str | None
+
+    @property
+    def name(self) -> str:
+        """The name of its first linear."""
+        return self.linears[0]
+
+
+def layer_groups(config: ModelConfig, layer: int) -> list[Group]:
+    """The smoothing groups of one layer; every linear is in one of them."""
+    prefix = LAYER_PREFIX.format(i=layer)
+    linears = architecture_of(config).linears
+    found: list[Group] = []
+    for linear in linears:
+        if linear.norm is None:
+            found.append(Group((prefix + linear.name,), None))
+        elif all(group.norm != prefix + linear.norm for group in found):
+            readers = (prefix + other.name for other in linears if other.norm == linear.norm)
+            found.append(Group(tuple(readers), prefix + linear.norm))
+    return found
+
+
+def smoother(input_sizes: torch.Tensor, weight_maxima: torch.Tensor, alpha: float) -> torch.Tensor:
+    """s_j = |X_j|^alpha / max|W_j|^(1 - alpha), float32 [columns], finite and above 0; |X_j| is max|X_j| in the textbook.
 
     A channel that carried nothing in calibration, or that no weight reads, is left alone: s_j = 1.
     """
-    dead = (input_maxima == 0) | (weight_maxima == 0)
-    s = input_maxima.float() ** alpha / weight_maxima.float() ** (1.0 - alpha)
+    dead = (input_sizes == 0) | (weight_maxima == 0)
+    s = input_sizes.float() ** alpha / weight_maxima.float() ** (1.0 - alpha)
     return s.clamp(_SMALLEST, _LARGEST).masked_fill(dead, 1.0)
+
+
+def weight_maxima(tensors: Tensors, group: Group) -> torch.Tensor:
+    """max|W_j| of each input channel over all linears of the group, float32 [columns]."""
+    return torch.stack([tensors[f"{name}.weight"].float().abs().amax(dim=0) for name in group.linears]).amax(dim=0)
+
+
+def textbook_smoothers(
+    config: ModelConfig, alpha: float, tensors: Tensors, input_maxima: Tensors
+) -> dict[str, torch.Tensor]:
+    """Group name -> smoother, with one exponent for all. input_maxima: linear name -> max|x| per channel."""
+    groups = [group for i in range(config.num_hidden_layers) for group in layer_groups(config, i)]
+    return {group.name: smoother(input_maxima[group.name], weight_maxima(tensors, group), alpha) for group in groups}
 
 
 def fold(norm: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,3 +83,13 @@ def fold(norm: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     stored = (norm.float() / s).to(torch.bfloat16)
     factor = norm.float() / stored.float()
     return stored, torch.where(stored == 0, s, factor)
+
+
+def count_extremes(config: ModelConfig, tensors: Tensors, smoothers: Tensors) -> dict[str, int]:
+    """Output channels whose weights are all 0, and input channels whose smoother was held at a bound."""
+    groups = [group for i in range(config.num_hidden_layers) for group in layer_groups(config, i)]
+    names = [name for group in groups for name in group.linears]
+    return {
+        "zero_rows": sum(int((tensors[f"{name}.weight"] == 0).all(dim=1).sum()) for name in names),
+        "clamped_channels": sum(int(((s <= _SMALLEST) | (s >= _LARGEST)).sum()) for s in smoothers.values()),
+    }

@@ -79,7 +79,8 @@ def checkpoint_config(config: ModelConfig, recipe: Recipe) -> dict:
         "quantization": {
             "quant_algo": "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN" if recipe.quantized else None,
             "kv_cache_quant_algo": None,
-            "smoothquant_val": recipe.smoothquant if recipe.quantized else SMOOTHQUANT,
+            # a number even where each group has its own exponent; the scales themselves are in the tensors
+            "smoothquant_val": SMOOTHQUANT if recipe.smoothquant is None else recipe.smoothquant,
             "exclude_modules": ["lm_head"] if recipe.quantized and not recipe.quantize_lm_head else None,
         },
         "quasar": {"model": config.to_dict(), "recipe": recipe.to_dict()},

@@ -43,7 +43,13 @@ def cli():
 @click.argument("model")
 @click.option("--output-dir", type=PATH, required=True, help="Engine directory to make.")
 @field_option(Recipe, "quantization", "Weights: int8 (W8A8) or none (BF16).", type=click.Choice(QUANTIZATIONS))
-@field_option(Recipe, "smoothquant", "Smoothing exponent alpha, 0 to 1; 0.5 by default.", type=float, metavar="ALPHA")
+@field_option(
+    Recipe,
+    "smoothquant",
+    "One smoothing exponent for all, 0 to 1; searched per group by default.",
+    type=float,
+    metavar="ALPHA",
+)
 @field_option(Recipe, "quantize_lm_head", "Store the head as INT8 too.", flag=True)
 @click.option(
     "--calib-dataset", type=PATH, metavar="FILE", help="Calibration text; without it the model writes its own."

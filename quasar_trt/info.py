@@ -17,6 +17,8 @@ from quasar_trt.machine import describe_machine
 from quasar_trt.manifest import Manifest
 from quasar_trt.recipe import Recipe
 
+_WORST_GROUPS = 5
+
 
 def facts_table(title: str, facts: dict[str, object]) -> Table:
     """Two columns, label and value."""
@@ -47,7 +49,10 @@ def show_engine(directory: Path, manifest: Manifest, console: Console) -> None:
         model = Checkpoint.open(directory / "checkpoint").config
         console.print(facts_table("model", _model_facts(model)), "")
     console.print(_files_table(manifest), "")
-    console.print(_fidelity_table(directory / "fidelity.json"))
+    fidelity = _fidelity(directory / "fidelity.json")
+    console.print(_fidelity_table(fidelity))
+    if groups := fidelity.get("groups"):
+        console.print("", _groups_table(groups))
 
 
 def verify_engine(directory: Path, manifest: Manifest, console: Console, progress_console: Console) -> None:
@@ -87,9 +92,8 @@ def _recipe_text(recipe: Recipe) -> str:
     if not recipe.quantized:
         return "BF16 weights, float activations"
     head = "INT8 head with 16-bit activations" if recipe.quantize_lm_head else "BF16 head"
-    return (
-        f"INT8 weights per output channel, INT8 activations per token, smoothing alpha {recipe.smoothquant:g}, {head}"
-    )
+    smoothing = "searched" if recipe.smoothquant is None else f"alpha {recipe.smoothquant:g}"
+    return f"INT8 weights per output channel, INT8 activations per token, smoothing {smoothing}, {head}"
 
 
 def _calibration_text(calibration: dict) -> str:
@@ -120,10 +124,10 @@ def _files_table(manifest: Manifest) -> Table:
     return table
 
 
-def _fidelity_table(path: Path) -> Table:
-    """Scalars of fidelity.json; longer parts (per layer) are left to the file."""
+def _fidelity(path: Path) -> dict:
+    """fidelity.json, or nothing where it does not exist. Raises QuasarError for a damaged one."""
     if not path.exists():
-        return facts_table("fidelity to the source model", {"not measured": "the directory holds no fidelity.json"})
+        return {}
     try:
         fidelity = json.loads(path.read_text())
     except OSError as error:
@@ -132,11 +136,32 @@ def _fidelity_table(path: Path) -> Table:
         raise QuasarError(f"{path} is damaged: not JSON; build the engine again") from None
     if not isinstance(fidelity, dict):
         raise QuasarError(f"{path} is damaged: not a JSON object; build the engine again")
+    groups = fidelity.get("groups", {})
+    whole = isinstance(groups, dict) and all(
+        isinstance(group, dict) and isinstance(group.get("error"), float | int) for group in groups.values()
+    )
+    if not whole:
+        raise QuasarError(f"{path} is damaged: a group without its error; build the engine again")
+    return fidelity
+
+
+def _fidelity_table(fidelity: dict) -> Table:
+    """Scalars of fidelity.json; longer parts (per group) are left to the file."""
     scalars = {key: value for key, value in fidelity.items() if isinstance(value, (int, float, str))}
+    facts = {
+        key.replace("_", " "): f"{value:.5g}" if isinstance(value, float) else value for key, value in scalars.items()
+    }
+    missing = {"not measured": "the directory holds no fidelity.json"}
+    return facts_table("fidelity to the source model", facts or missing)
+
+
+def _groups_table(groups: dict) -> Table:
+    worst = sorted(groups, key=lambda name: -groups[name]["error"])[:_WORST_GROUPS]
     return facts_table(
-        "fidelity to the source model",
+        "largest relative errors of quantized outputs",
         {
-            key.replace("_", " "): f"{value:.5g}" if isinstance(value, float) else value
-            for key, value in scalars.items()
+            name.removeprefix("transformer."): f"{groups[name]['error']:.4f}"
+            f" (alpha {groups[name].get('alpha')}, statistic {groups[name].get('statistic')})"
+            for name in worst
         },
     )

@@ -9,7 +9,7 @@ from quasar_trt.errors import QuasarError, named_options, unknown
 from quasar_trt.model_config import stored_fields
 
 QUANTIZATIONS = ("int8", "none")
-SMOOTHQUANT = 0.5
+SMOOTHQUANT = 0.5  # the textbook's exponent
 # What `to_dict` spells out and `from_dict` need not read.
 _DERIVED = ("weight_bits", "activation_bits", "activation_granularity", "head_bits")
 
@@ -21,8 +21,8 @@ class Recipe:
 
     quantization: "int8" (W8A8: weights symmetric per output channel, activations symmetric per row, dynamic) or
         "none" (BF16 weights, float activations: the honest baseline).
-    smoothquant: the exponent alpha of s_j = max|X_j|^alpha / max|W_j|^(1 - alpha) (SmoothQuant, arXiv 2211.10438, eq. 4);
-        left out, it is 0.5 for "int8" and stays None for "none", where there is nothing to smooth.
+    smoothquant: one exponent alpha for all of s_j = max|X_j|^alpha / max|W_j|^(1 - alpha) (SmoothQuant, arXiv 2211.10438,
+        eq. 4). None: searched for each group of linears by the error of their output; with "none" nothing is smoothed.
     quantize_lm_head: the head as INT8 per row; its activations keep 16 bits.
 
     Raises QuasarError for a value that is not allowed, and for an option that "none" has no use for.
@@ -39,9 +39,9 @@ class Recipe:
             raise QuasarError(f"quantize_lm_head is {self.quantize_lm_head!r}; allowed: true, false")
         if not self.quantized:
             self.refuse_unused(smoothquant=self.smoothquant, quantize_lm_head=self.quantize_lm_head or None)
-        elif self.smoothquant is None:
-            object.__setattr__(self, "smoothquant", SMOOTHQUANT)
-        elif not isinstance(self.smoothquant, int | float) or not 0 <= self.smoothquant <= 1:
+        elif self.smoothquant is not None and not (
+            isinstance(self.smoothquant, int | float) and 0 <= self.smoothquant <= 1
+        ):
             raise QuasarError(f"smoothquant is {self.smoothquant}; allowed: 0 to 1")
 
     @property

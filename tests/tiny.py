@@ -158,7 +158,7 @@ def quantized_tensors(
             members = [prefix + linear.name for linear in architecture.linears if group in (linear.norm, linear.name)]
             weights = {name: tensors[f"{name}.weight"].float() for name in members}
             columns = torch.cat(list(weights.values())).abs().amax(dim=0).clamp(min=1e-5)
-            alpha = recipe.smoothquant
+            alpha = 0.5 if recipe.smoothquant is None else recipe.smoothquant
             smoother = (largest[members[0]].clamp(min=1e-5) ** alpha / columns ** (1 - alpha)).clamp(min=1e-5)
             if group in architecture.norms:
                 norm = tensors[f"{prefix}{group}.weight"].float()

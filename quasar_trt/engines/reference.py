@@ -69,6 +69,9 @@ class KVCache:
         return other
 
 
+Batch = Sequence[tuple[Sequence[int], KVCache]]  # new ids of a sequence, and what it has cached
+
+
 class ReferenceModel:
     """A decoder in plain torch.
 
@@ -105,25 +108,31 @@ class ReferenceModel:
         return self.logits(self.hidden_states([(ids, self.new_cache())]))
 
     @torch.no_grad()
-    def hidden_states(self, batch: Sequence[tuple[Sequence[int], KVCache]]) -> Tensor:
+    def hidden_states(self, batch: Batch) -> Tensor:
         """Runs the layers over new ids of several sequences, packed into rows one sequence after the other.
 
         Extends each cache by its ids. Returns the states after the final norm, [rows, hidden_size].
         """
-        ids = torch.tensor([token for tokens, _ in batch for token in tokens], device=self.device)
-        starts = [cache.length for _, cache in batch]
-        positions = torch.cat([torch.arange(s, s + len(t)) for s, (t, _) in zip(starts, batch, strict=True)])
-        cos, sin = self._rotations(positions)
-        x = self.tensors["transformer.vocab_embedding.weight"][ids].to(self.dtype)
+        x, rotations = self.embed(batch), self.rotations(batch)
         for i in range(self.config.num_hidden_layers):
-            prefix = LAYER_PREFIX.format(i=i)
-            normed = self._norm(f"{prefix}input_layernorm", x)
-            qkv = self._linear(f"{prefix}attention.qkv", normed)
-            x = x + self._linear(f"{prefix}attention.dense", self._attention(i, qkv, cos, sin, batch))
-            normed = self._norm(f"{prefix}post_layernorm", x)
-            gate, up = self._linear(f"{prefix}mlp.fc", normed), self._linear(f"{prefix}mlp.gate", normed)
-            x = x + self._linear(f"{prefix}mlp.proj", ops.silu_mul(gate, up).to(self.dtype))
+            x = self.layer(i, x, batch, rotations)
         return self._norm("transformer.ln_f", x)
+
+    def embed(self, batch: Batch) -> Tensor:
+        """The packed rows [rows, hidden_size] that enter the first layer."""
+        ids = torch.tensor([token for tokens, _ in batch for token in tokens], device=self.device)
+        return self.tensors["transformer.vocab_embedding.weight"][ids].to(self.dtype)
+
+    @torch.no_grad()
+    def layer(self, i: int, x: Tensor, batch: Batch, rotations: tuple[Tensor, Tensor]) -> Tensor:
+        """Runs layer i over packed rows x [rows, hidden_size] and extends its part of each cache."""
+        prefix = LAYER_PREFIX.format(i=i)
+        normed = self._norm(f"{prefix}input_layernorm", x)
+        qkv = self._linear(f"{prefix}attention.qkv", normed)
+        x = x + self._linear(f"{prefix}attention.dense", self._attention(i, qkv, *rotations, batch))
+        normed = self._norm(f"{prefix}post_layernorm", x)
+        gate, up = self._linear(f"{prefix}mlp.fc", normed), self._linear(f"{prefix}mlp.gate", normed)
+        return x + self._linear(f"{prefix}mlp.proj", ops.silu_mul(gate, up).to(self.dtype))
 
     @torch.no_grad()
     def logits(self, hidden_states: Tensor) -> Tensor:
@@ -148,8 +157,10 @@ class ReferenceModel:
         q, scale = ops.quantize_8(x) if smoother is None else ops.smooth_quantize(x, 1.0 / smoother)
         return ops.w8a8_linear(q, scale, weight, self.tensors[f"{name}.per_channel_scale"], bias).to(self.dtype)
 
-    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each [rows, 1, head_size / 2]; the tables grow as positions ask for it."""
+    def rotations(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """cos and sin of the packed rows, each [rows, 1, head_size / 2]; the tables grow as positions ask for it."""
+        starts = [cache.length for _, cache in batch]
+        positions = torch.cat([torch.arange(s, s + len(t)) for s, (t, _) in zip(starts, batch, strict=True)])
         needed = int(positions.max()) + 1
         if needed > len(self._cos):
             tables = rope_tables(self.config, 2 * needed)

@@ -183,7 +183,14 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize(("recipe", "word"), [(Recipe(), "attention.qkv"), (Recipe("none"), "fidelity")])
+@pytest.mark.parametrize(
+    ("recipe", "word"),
+    [
+        (Recipe(), "output of transformer.layers.0.mlp.proj"),
+        (Recipe(smoothquant=0.5), "input of transformer.layers.1.attention.qkv"),
+        (Recipe("none"), "fidelity"),
+    ],
+)
 def test_a_model_that_overflows_is_refused(tmp_path, recipe, word):
     model = tiny_llama(0)
     for layer in model.model.layers[:2]:

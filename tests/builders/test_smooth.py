@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from tiny import checkpoint_tensors, random_ids, tiny_llama
 
 from quasar_trt.builders.calibrate import ChannelMaxima
 from quasar_trt.builders.quantize import quantize_rows
-from quasar_trt.builders.smooth import fold, smoother
+from quasar_trt.builders.smooth import count_extremes, fold, layer_groups, smoother, textbook_smoothers
 from quasar_trt.builders.write_checkpoint import smoothed_layer
 from quasar_trt.engines.reference import ReferenceModel
 from quasar_trt.plugins.reference import quantize_8, smooth_quantize, w8a8_linear
 from quasar_trt.recipe import Recipe
+
+
+def textbook_layer(config, tensors, observer: ChannelMaxima, alpha: float = 0.5) -> dict[str, torch.Tensor]:
+    return smoothed_layer(config, tensors, textbook_smoothers(config, alpha, tensors, observer.maxima), 0)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -83,7 +85,7 @@ def test_a_smoothed_layer_computes_what_the_source_layer_does():
     assert observer.rows == 48
     assert observer.report()["dead_channels"] == 1
 
-    layer = smoothed_layer(config, Recipe(), tensors, observer.maxima, prefix)
+    layer = textbook_layer(config, tensors, observer)
     assert all(torch.isfinite(tensor.float()).all() for tensor in layer.values())
     assert torch.equal(layer[f"{prefix}input_layernorm.scale_to_int"], torch.ones(1))
     undone = dict(tensors)
@@ -102,9 +104,8 @@ def test_a_bf16_source_gives_the_layer_of_its_float32_copy():
     widened = {name: tensor.float() for name, tensor in tensors.items()}
     observer = ChannelMaxima()
     ReferenceModel(config, Recipe("none"), tensors, observe=observer)(random_ids(config, 32))
-    prefix = "transformer.layers.0."
-    expected = smoothed_layer(config, Recipe(), widened, observer.maxima, prefix)
-    found = smoothed_layer(config, Recipe(), tensors, observer.maxima, prefix)
+    expected = textbook_layer(config, widened, observer)
+    found = textbook_layer(config, tensors, observer)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
@@ -115,7 +116,7 @@ def test_linears_behind_one_norm_share_its_smoother(overrides):
     observer = ChannelMaxima()
     ReferenceModel(config, Recipe("none"), tensors, observe=observer)(random_ids(config, 32))
     prefix = "transformer.layers.0."
-    layer = smoothed_layer(config, Recipe(smoothquant=0.6), tensors, observer.maxima, prefix)
+    layer = textbook_layer(config, tensors, observer, 0.6)
     weights = [tensors[f"{prefix}mlp.{name}.weight"].abs().amax(0) for name in ("fc", "gate")]
     expected = observer.maxima[f"{prefix}mlp.fc"] ** 0.6 / torch.maximum(*weights) ** 0.4
     folded = (tensors[f"{prefix}post_layernorm.weight"] / expected).bfloat16()
@@ -134,10 +135,26 @@ def test_alpha_acts():
     observer = ChannelMaxima()
     ReferenceModel(config, Recipe("none"), tensors, observe=observer)(random_ids(config, 32))
     name = "transformer.layers.0.mlp.proj"
-    recipe = Recipe(smoothquant=1.0)
-    layer = smoothed_layer(config, recipe, tensors, observer.maxima, "transformer.layers.0.")
+    layer = textbook_layer(config, tensors, observer, 1.0)
     assert torch.equal(layer[f"{name}.smoother"][0], observer.maxima[name])
-    layer = smoothed_layer(
-        config, dataclasses.replace(recipe, smoothquant=0.0), tensors, observer.maxima, "transformer.layers.0."
-    )
+    layer = textbook_layer(config, tensors, observer, 0.0)
     assert torch.allclose(layer[f"{name}.smoother"][0], 1 / tensors[f"{name}.weight"].abs().amax(0))
+
+
+def test_every_linear_is_in_one_group_and_readers_of_a_norm_are_together():
+    config, _ = checkpoint_tensors(tiny_llama(0))
+    groups = [(group.norm, group.linears) for group in layer_groups(config, 2)]
+    p = "transformer.layers.2."
+    assert groups == [
+        (f"{p}input_layernorm", (f"{p}attention.qkv",)),
+        (None, (f"{p}attention.dense",)),
+        (f"{p}post_layernorm", (f"{p}mlp.fc", f"{p}mlp.gate")),
+        (None, (f"{p}mlp.proj",)),
+    ]
+
+
+def test_zero_rows_and_clamped_channels_are_counted():
+    config, tensors = checkpoint_tensors(tiny_llama(8))
+    tensors["transformer.layers.1.mlp.fc.weight"][[2, 7]] = 0
+    smoothers = {"a": torch.tensor([1e-5, 1.0, 1e5]), "b": torch.tensor([2.0, 1e5])}
+    assert count_extremes(config, tensors, smoothers) == {"zero_rows": 2, "clamped_channels": 3}

@@ -280,7 +280,6 @@ def test_build_defaults_are_those_of_the_builder():
     from quasar_trt.builders.build import _CALIB_MAX_SEQ_LENGTH, _CALIB_SIZE
     from quasar_trt.builders.build import build as builder
     from quasar_trt.cli import build
-    from quasar_trt.recipe import SMOOTHQUANT
 
     shown = {parameter.name: parameter.default for parameter in build.params}
     defaults = {name: parameter.default for name, parameter in inspect.signature(builder).parameters.items()}
@@ -291,7 +290,6 @@ def test_build_defaults_are_those_of_the_builder():
     given_by_the_builder = {
         "calib_size": _CALIB_SIZE,
         "calib_max_seq_length": _CALIB_MAX_SEQ_LENGTH,
-        "smoothquant": SMOOTHQUANT,
     }
     for name, value in given_by_the_builder.items():
         assert f"{value} by default" in text[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 
 import pytest
@@ -22,6 +23,30 @@ def test_a_damaged_fidelity_file_is_one_line(text, engine_dirs, tmp_path):
     with pytest.raises(QuasarError, match=r"fidelity\.json is damaged: not ") as caught:
         show_engine(directory, Manifest.open(directory), Console(file=io.StringIO()))
     assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_group_is_one_line(engine_dirs, tmp_path):
+    directory = tmp_path / "engine"
+    shutil.copytree(engine_dirs["INT8"], directory)
+    (directory / "fidelity.json").write_text('{"groups": {"a": {"alpha": 0.5}}}')
+    with pytest.raises(QuasarError, match="damaged: a group without its error"):
+        show_engine(directory, Manifest.open(directory), Console(file=io.StringIO()))
+
+
+def test_the_five_worst_groups_are_shown(engine_dirs, tmp_path):
+    directory = tmp_path / "engine"
+    shutil.copytree(engine_dirs["INT8"], directory)
+    groups = {
+        f"transformer.layers.{i}.mlp.proj": {"alpha": 0.6, "statistic": "3rms", "error": i / 100} for i in range(7)
+    }
+    (directory / "fidelity.json").write_text(json.dumps({"kl": 0.01, "groups": groups}))
+    out = io.StringIO()
+    show_engine(directory, Manifest.open(directory), Console(file=out, width=120))
+    shown = out.getvalue().split("largest relative errors")[1]
+    positions = [shown.index(f"layers.{i}.mlp.proj") for i in (6, 5, 4, 3, 2)]
+    assert positions == sorted(positions)
+    assert "0.0600 (alpha 0.6, statistic 3rms)" in shown
+    assert "layers.1." not in shown
 
 
 def test_verify_shows_a_bar_over_all_bytes(engine_dirs):

@@ -15,8 +15,9 @@ def test_a_stored_recipe_comes_back(recipe):
     assert Recipe.from_dict(recipe.to_dict()) == recipe
 
 
-def test_smoothing_is_a_half_unless_said_otherwise_and_absent_without_quantization():
-    assert Recipe() == Recipe(smoothquant=0.5)
+def test_smoothing_is_searched_unless_said_otherwise_and_absent_without_quantization():
+    assert Recipe().smoothquant is None
+    assert Recipe().to_dict()["smoothquant"] is None
     assert Recipe("none").smoothquant is None
     assert Recipe("none").to_dict()["smoothquant"] is None
 
@@ -30,6 +31,7 @@ def test_smoothing_is_a_half_unless_said_otherwise_and_absent_without_quantizati
         ({"quantization": 8}, ["unknown quantization '8'"]),
         ({"smoothquant": 1.5}, ["smoothquant is 1.5", "0 to 1"]),
         ({"smoothquant": float("nan")}, ["smoothquant is nan"]),
+        ({"smoothquant": -0.1}, ["smoothquant is -0.1"]),
         ({"smoothquant": "high"}, ["smoothquant is high"]),
         ({"quantize_lm_head": "no"}, ["quantize_lm_head is 'no'"]),
         ({"smoothqant": 0.5}, ["unknown recipe option 'smoothqant'", "did you mean 'smoothquant'"]),
