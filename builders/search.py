@@ -17,7 +17,7 @@ from torch import Tensor
 from quasar_trt.builders.calibrate import ChannelMaxima
 from quasar_trt.builders.progress import Advance
 from quasar_trt.builders.quantize import quantize_rows
-from quasar_trt.builders.smooth import Group, Tensors, fold, layer_groups, smoother
+from quasar_trt.builders.smooth import Group, Tensors, fold, model_groups, smoother
 from quasar_trt.engines.reference import ReferenceModel
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig
@@ -138,8 +138,7 @@ class _Quantizing:
         self.choices: dict[str, Choice] = {}
         self._tensors = tensors
         self._layer = layer
-        groups = [group for i in range(config.num_hidden_layers) for group in layer_groups(config, i)]
-        self._groups = {group.name: group for group in groups}
+        self._groups = {group.name: group for group in model_groups(config)}
 
     def __call__(self, name: str, x: Tensor) -> None:
         self.maxima(name, x)

@@ -51,6 +51,11 @@ def layer_groups(config: ModelConfig, layer: int) -> list[Group]:
     return found
 
 
+def model_groups(config: ModelConfig) -> list[Group]:
+    """The smoothing groups of every layer, in the order in which they run."""
+    return [group for i in range(config.num_hidden_layers) for group in layer_groups(config, i)]
+
+
 def smoother(input_sizes: torch.Tensor, weight_maxima: torch.Tensor, alpha: float) -> torch.Tensor:
     """s_j = |X_j|^alpha / max|W_j|^(1 - alpha), float32 [columns], finite and above 0; |X_j| is max|X_j| in the textbook.
 
@@ -70,8 +75,10 @@ def textbook_smoothers(
     config: ModelConfig, alpha: float, tensors: Tensors, input_maxima: Tensors
 ) -> dict[str, torch.Tensor]:
     """Group name -> smoother, with one exponent for all. input_maxima: linear name -> max|x| per channel."""
-    groups = [group for i in range(config.num_hidden_layers) for group in layer_groups(config, i)]
-    return {group.name: smoother(input_maxima[group.name], weight_maxima(tensors, group), alpha) for group in groups}
+    return {
+        group.name: smoother(input_maxima[group.name], weight_maxima(tensors, group), alpha)
+        for group in model_groups(config)
+    }
 
 
 def fold(norm: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,8 +94,7 @@ def fold(norm: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 def count_extremes(config: ModelConfig, tensors: Tensors, smoothers: Tensors) -> dict[str, int]:
     """Output channels whose weights are all 0, and input channels whose smoother was held at a bound."""
-    groups = [group for i in range(config.num_hidden_layers) for group in layer_groups(config, i)]
-    names = [name for group in groups for name in group.linears]
+    names = [name for group in model_groups(config) for name in group.linears]
     return {
         "zero_rows": sum(int((tensors[f"{name}.weight"] == 0).all(dim=1).sum()) for name in names),
         "clamped_channels": sum(int(((s <= _SMALLEST) | (s >= _LARGEST)).sum()) for s in smoothers.values()),

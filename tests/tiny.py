@@ -28,6 +28,14 @@ from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import Recipe
 from quasar_trt.tensorfile import TensorWriter
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
 # Attention is 96 wide, hidden_size 48: nothing may take one for the other.
 SIZES = {
     "vocab_size": 131,

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import checkpoint_tensors, model_config, save_hf, tiny_llama, tiny_model
+from tiny import LLAMA3, checkpoint_tensors, model_config, save_hf, tiny_llama, tiny_model
 from tiny_tokenizer import save_tokenizer
 
 from quasar_trt.builders.convert import convert
@@ -23,15 +23,6 @@ CONFIG = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 50,
-}
-
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
 }
 
 

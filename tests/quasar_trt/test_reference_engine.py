@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny import MODELS, checkpoint_tensors, random_ids, tiny_checkpoint, tiny_model, write_engine_dir
+from tiny import LLAMA3, MODELS, checkpoint_tensors, random_ids, tiny_checkpoint, tiny_model, write_engine_dir
 
 from quasar_trt.drafters.base import Draft
 from quasar_trt.engines.base import Acceptance, SequenceStep
@@ -13,13 +13,6 @@ from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
 from quasar_trt.errors import QuasarError
 from quasar_trt.recipe import Recipe
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 VARIANTS = {architecture: {"architecture": architecture} for architecture in MODELS} | {
     "linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 2.5}},
     "llama3 rope": {"rope_scaling": LLAMA3},

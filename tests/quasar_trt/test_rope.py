@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from tiny import LLAMA3
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -15,13 +16,6 @@ from quasar_trt.model_config import ModelConfig
 from quasar_trt.rope import attention_factor, inverse_frequencies, longest_sequence, rope_tables
 
 CONFIG = ModelConfig("LlamaForCausalLM", 24, 40, 2, 4, 2, 8, 50, 64, 1e-5, 10000.0)
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 
 def scaled(**scaling) -> ModelConfig:

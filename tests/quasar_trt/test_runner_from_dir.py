@@ -10,7 +10,6 @@ import pytest
 from tiny import random_ids, tiny_checkpoint, write_engine_dir
 
 from quasar_trt.errors import QuasarError
-from quasar_trt.plugins import native
 from quasar_trt.recipe import Recipe
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
@@ -37,7 +36,6 @@ def test_drafted_ids_equal_plain_ids(engine_dir, temperature):
         assert [output.outputs[0].token_ids for output in runner.generate(prompts, params)] == expected
 
 
-@pytest.mark.skipif(bool(native.UNAVAILABLE), reason=str(native.UNAVAILABLE))
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("weights", ["INT8", "BF16"])
 def test_drafted_ids_equal_plain_ids_on_the_native_engine(engine_dirs, weights, temperature):
