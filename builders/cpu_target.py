@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from quasar_trt.engines.cpu_layout import EMBEDDING, LAYOUT_VERSION, packed_spec
+from quasar_trt.checkpoint import EMBEDDING
+from quasar_trt.engines.cpu_layout import LAYOUT_VERSION, packed_spec
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins.packing import interleave, pack_vector, pack_weight
 from quasar_trt.recipe import Recipe

@@ -7,6 +7,8 @@ symmetric (-128 never appears). A row so small that its scale would be subnormal
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -34,9 +36,37 @@ def quantize_16(y: Tensor) -> tuple[Tensor, Tensor]:
     return _quantize(y, 32767, torch.int16)
 
 
-def smooth_quantize(x: Tensor, inv_smoother: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize_8` of x * inv_smoother. x [rows, k] bfloat16 or float32, inv_smoother [k] float32."""
-    return quantize_8(x.float() * inv_smoother)
+QUANTIZE = {8: quantize_8, 16: quantize_16}  # bits of an activation -> its quantization
+
+
+def hadamard_matrix(size: int) -> Tensor:
+    """The orthonormal Hadamard matrix of Sylvester's construction, float32 [size, size]; size is a power of two."""
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"a Hadamard block has {size} columns; allowed: a power of two")
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
+    return matrix / math.sqrt(size)
+
+
+def hadamard(x: Tensor, size: int) -> Tensor:
+    """Each block of `size` columns of x times `hadamard_matrix(size)`, float32; x [rows, k], k a multiple of size."""
+    blocks = x.float().reshape(len(x), -1, size)
+    return (blocks @ hadamard_matrix(size).to(x.device)).reshape(x.shape)
+
+
+def smooth(x: Tensor, inv_smoother: Tensor, block: int = 0) -> Tensor:
+    """x * inv_smoother, float32 [rows, k], then `hadamard` in blocks of `block` columns (0: none)."""
+    y = x.float() * inv_smoother
+    return hadamard(y, block) if block else y
+
+
+def smooth_quantize(x: Tensor, inv_smoother: Tensor, hadamard: int = 0, activations: int = 8) -> tuple[Tensor, Tensor]:
+    """`quantize_8`, or with 16-bit `activations` `quantize_16`, of `smooth` in blocks of `hadamard` columns.
+
+    x [rows, k] bfloat16 or float32, inv_smoother [k] float32.
+    """
+    return QUANTIZE[activations](smooth(x, inv_smoother, hadamard))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -55,9 +85,11 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return functional.silu(gate.float()) * up.float()
 
 
-def silu_mul_smooth_quantize(gate: Tensor, up: Tensor, inv_smoother: Tensor) -> tuple[Tensor, Tensor]:
+def silu_mul_smooth_quantize(
+    gate: Tensor, up: Tensor, inv_smoother: Tensor, hadamard: int = 0, activations: int = 8
+) -> tuple[Tensor, Tensor]:
     """`smooth_quantize` of `silu_mul`. gate and up [rows, k], inv_smoother [k] float32."""
-    return smooth_quantize(silu_mul(gate, up), inv_smoother)
+    return smooth_quantize(silu_mul(gate, up), inv_smoother, hadamard, activations)
 
 
 def _rescale(total: Tensor, scale: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -80,3 +112,6 @@ def w8a8_linear(q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, 
 def w8a16_linear(q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `w8a8_linear` with q int16: int32 would overflow, float64 keeps these sums exact."""
     return _rescale(q.double() @ weight.double().T, scale, weight_scale, bias)
+
+
+LINEAR = {8: w8a8_linear, 16: w8a16_linear}  # bits of an activation -> the linear that reads its codes

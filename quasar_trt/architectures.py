@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from quasar_trt.errors import unknown
 from quasar_trt.model_config import ModelConfig
+from quasar_trt.recipe import Recipe
 
 Size = Callable[[ModelConfig], int]
 
@@ -26,6 +27,8 @@ class Linear:
     norm: the norm that absorbs the smoother (shared by all linears that name it), or None for an explicit smoother
         that divides the input at run time.
     bias: whether this configuration has a bias here.
+    hadamard: columns of each block that a rotated recipe transforms after the explicit smoother, at run time; a power of
+        two that divides in_features.
     """
 
     name: str
@@ -33,9 +36,15 @@ class Linear:
     in_features: Size
     norm: str | None
     bias: Callable[[ModelConfig], bool]
+    hadamard: Size | None = None
 
     def out_features(self, config: ModelConfig) -> int:
         return sum(rows(config) for rows in self.sources.values())
+
+
+def _power_of_two(size: int) -> int:
+    """The largest power of two up to 512 that divides `size`."""
+    return min(size & -size, 512)
 
 
 _LINEARS = (
@@ -56,6 +65,7 @@ _LINEARS = (
         lambda c: c.attention_size,
         None,
         lambda c: c.dense_bias,
+        hadamard=lambda c: _power_of_two(c.head_size),  # whole heads stay on one rank
     ),
     # TensorRT-LLM calls the gate projection `fc` and the up projection `gate`.
     Linear(
@@ -78,6 +88,7 @@ _LINEARS = (
         lambda c: c.intermediate_size,
         None,
         lambda c: c.mlp_bias,
+        hadamard=lambda c: _power_of_two(c.intermediate_size),
     ),
 )
 _NORMS = {"input_layernorm": "input_layernorm.weight", "post_layernorm": "post_attention_layernorm.weight"}
@@ -152,6 +163,14 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 # Refused as what they are, also where config.json does not count the experts.
 MIXTURES = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
+
+
+def hadamard_blocks(config: ModelConfig, recipe: Recipe) -> dict[str, int]:
+    """Name of a linear below its layer -> columns of its Hadamard blocks, for those that have any under this recipe."""
+    if not recipe.rotate:
+        return {}
+    sizes = {linear.name: linear.hadamard(config) for linear in architecture_of(config).linears if linear.hadamard}
+    return {name: size for name, size in sizes.items() if size > 1}
 
 
 def architecture_of(config: ModelConfig) -> Architecture:

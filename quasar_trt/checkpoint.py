@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from quasar_trt.architectures import architecture_of
+from quasar_trt.architectures import architecture_of, hadamard_blocks
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import SMOOTHQUANT, Recipe
@@ -15,6 +15,9 @@ from quasar_trt.rope import rope_type
 from quasar_trt.tensorfile import TensorSpec, read_header
 
 LAYER_PREFIX = "transformer.layers.{i}."
+EMBEDDING = "transformer.vocab_embedding.weight"
+FINAL_NORM = "transformer.ln_f.weight"
+HEAD = "lm_head.weight"
 # What stock TensorRT-LLM modules cannot run carries this architecture, because stock loaders only warn about what they do not know.
 OWN_ARCHITECTURE = "QuasarForCausalLM"
 
@@ -22,27 +25,28 @@ OWN_ARCHITECTURE = "QuasarForCausalLM"
 def checkpoint_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec]:
     """Every tensor of rank 0's file, in writing order."""
     architecture = architecture_of(config)
-    spec = {"transformer.vocab_embedding.weight": TensorSpec("BF16", (config.vocab_size, config.hidden_size))}
+    spec = {EMBEDDING: TensorSpec("BF16", (config.vocab_size, config.hidden_size))}
     for i in range(config.num_hidden_layers):
         prefix = LAYER_PREFIX.format(i=i)
         for norm in architecture.norms:
             spec[f"{prefix}{norm}.weight"] = TensorSpec("BF16", (config.hidden_size,))
-            if recipe.quantized:
+            if any(recipe.quantizes(prefix + linear.name) for linear in architecture.linears if linear.norm == norm):
                 spec[f"{prefix}{norm}.scale_to_int"] = TensorSpec("F32", (1,))
         for norm in architecture.head_norms:
             spec[f"{prefix}{norm}.weight"] = TensorSpec("BF16", (config.head_size,))
         for linear in architecture.linears:
             name, rows, columns = prefix + linear.name, linear.out_features(config), linear.in_features(config)
-            spec[f"{name}.weight"] = TensorSpec("I8" if recipe.quantized else "BF16", (rows, columns))
-            if recipe.quantized:
+            quantized = recipe.quantizes(name)
+            spec[f"{name}.weight"] = TensorSpec("I8" if quantized else "BF16", (rows, columns))
+            if quantized:
                 spec[f"{name}.per_channel_scale"] = TensorSpec("F32", (1, rows))
                 if linear.norm is None:
                     spec[f"{name}.smoother"] = TensorSpec("F32", (1, columns))
             if linear.bias(config):
                 spec[f"{name}.bias"] = TensorSpec("BF16", (rows,))
-    spec["transformer.ln_f.weight"] = TensorSpec("BF16", (config.hidden_size,))
+    spec[FINAL_NORM] = TensorSpec("BF16", (config.hidden_size,))
     shape = (config.vocab_size, config.hidden_size)
-    spec["lm_head.weight"] = TensorSpec("I8" if recipe.quantize_lm_head else "BF16", shape)
+    spec[HEAD] = TensorSpec("I8" if recipe.quantize_lm_head else "BF16", shape)
     if recipe.quantize_lm_head:
         spec["lm_head.per_channel_scale"] = TensorSpec("F32", (1, config.vocab_size))
     return spec
@@ -50,10 +54,11 @@ def checkpoint_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec
 
 def checkpoint_config(config: ModelConfig, recipe: Recipe) -> dict:
     """config.json of the checkpoint: TensorRT-LLM's PretrainedConfig, our extras under the one key `quasar`."""
-    # Stock modules have one switch for the biases of qkv and of the attention output, no quantized head and another YaRN.
+    # Stock modules have one switch for the biases of qkv and of the attention output, and another YaRN.
     architecture = architecture_of(config)
     stock = config.qkv_bias == config.dense_bias and rope_type(config.rotary_scaling) != "yarn"
-    stock = architecture.stock if stock and not recipe.quantize_lm_head else None
+    own = recipe.quantize_lm_head or recipe.rotate or recipe.exclude or recipe.activations == 16
+    stock = architecture.stock if stock and not own else None
     return {
         "architecture": stock or OWN_ARCHITECTURE,
         "dtype": "bfloat16",
@@ -81,10 +86,21 @@ def checkpoint_config(config: ModelConfig, recipe: Recipe) -> dict:
             "kv_cache_quant_algo": None,
             # a number even where each group has its own exponent; the scales themselves are in the tensors
             "smoothquant_val": SMOOTHQUANT if recipe.smoothquant is None else recipe.smoothquant,
-            "exclude_modules": ["lm_head"] if recipe.quantized and not recipe.quantize_lm_head else None,
+            "exclude_modules": _excluded(config, recipe) if recipe.quantized else None,
         },
-        "quasar": {"model": config.to_dict(), "recipe": recipe.to_dict()},
+        "quasar": {
+            "model": config.to_dict(),
+            "recipe": recipe.to_dict(),
+            "hadamard_blocks": hadamard_blocks(config, recipe),
+        },
     }
+
+
+def _excluded(config: ModelConfig, recipe: Recipe) -> list[str]:
+    """Names of the linears that stay in BF16."""
+    prefixes = [LAYER_PREFIX.format(i=i) for i in range(config.num_hidden_layers)]
+    names = [prefix + linear.name for prefix in prefixes for linear in architecture_of(config).linears]
+    return [name for name in names if not recipe.quantizes(name)] + ([] if recipe.quantize_lm_head else ["lm_head"])
 
 
 def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec], where: str) -> None:
@@ -116,6 +132,10 @@ class Checkpoint:
             extras = json.loads(described.read_text(encoding="utf-8"))["quasar"]
             config, recipe = ModelConfig.from_dict(extras["model"]), Recipe.from_dict(extras["recipe"])
             spec = checkpoint_spec(config, recipe)
+            if extras["hadamard_blocks"] != hadamard_blocks(config, recipe):
+                raise QuasarError(
+                    f"hadamard_blocks are {extras['hadamard_blocks']}, this version computes others; build again"
+                )
         except OSError as error:
             raise QuasarError(f"cannot read {described}: {error.strerror}") from None
         except QuasarError as error:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from quasar_trt.errors import QuasarError, named_options, unknown
 from quasar_trt.model_config import stored_fields
 
 QUANTIZATIONS = ("int8", "none")
 SMOOTHQUANT = 0.5  # the textbook's exponent
+ACTIVATIONS = (8, 16)
+ROUNDINGS = ("gptq", "nearest")
 # What `to_dict` spells out and `from_dict` need not read.
 _DERIVED = ("weight_bits", "activation_bits", "activation_granularity", "head_bits")
 
@@ -23,6 +26,12 @@ class Recipe:
         "none" (BF16 weights, float activations: the honest baseline).
     smoothquant: one exponent alpha for all of s_j = max|X_j|^alpha / max|W_j|^(1 - alpha) (SmoothQuant, arXiv 2211.10438,
         eq. 4). None: searched for each group of linears by the error of their output; with "none" nothing is smoothed.
+    rotate: the residual stream in a basis of a random rotation (in the weights, at no cost), and block Hadamard transforms
+        before the linears that have an explicit smoother (at run time). None: where the smoothing is searched.
+    rounding: "gptq" rounds each weight so that it makes up for the error of those before it (arXiv 2210.17323); "nearest".
+        None: "gptq" where the smoothing is searched.
+    activations: bits of the codes that a quantized linear reads; with 16 the weights alone carry an error worth the name.
+    exclude: patterns (of fnmatch) of linears that stay in BF16, by checkpoint name, such as "transformer.layers.0.*".
     quantize_lm_head: the head as INT8 per row; its activations keep 16 bits.
 
     Raises QuasarError for a value that is not allowed, and for an option that "none" has no use for.
@@ -30,23 +39,56 @@ class Recipe:
 
     quantization: str = "int8"
     smoothquant: float | None = None
+    rotate: bool | None = None
+    rounding: str | None = None
+    activations: int | None = None
+    exclude: tuple[str, ...] = ()
     quantize_lm_head: bool = False
 
     def __post_init__(self):
         if self.quantization not in QUANTIZATIONS:
             raise unknown("quantization", str(self.quantization), QUANTIZATIONS)
-        if not isinstance(self.quantize_lm_head, bool):
-            raise QuasarError(f"quantize_lm_head is {self.quantize_lm_head!r}; allowed: true, false")
+        for name in ("rotate", "quantize_lm_head"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "rotate" and value is None):
+                raise QuasarError(f"{name} is {value!r}; allowed: true, false")
+        if isinstance(self.exclude, str) or not all(isinstance(pattern, str) and pattern for pattern in self.exclude):
+            raise QuasarError(f"exclude is {self.exclude!r}; allowed: a list of patterns of linear names")
+        object.__setattr__(self, "exclude", tuple(self.exclude))
         if not self.quantized:
-            self.refuse_unused(smoothquant=self.smoothquant, quantize_lm_head=self.quantize_lm_head or None)
-        elif self.smoothquant is not None and not (
-            isinstance(self.smoothquant, int | float) and 0 <= self.smoothquant <= 1
-        ):
-            raise QuasarError(f"smoothquant is {self.smoothquant}; allowed: 0 to 1")
+            self.refuse_unused(
+                smoothquant=self.smoothquant,
+                rotate=self.rotate or None,
+                rounding=self.rounding,
+                activations=self.activations,
+                exclude=self.exclude or None,
+                quantize_lm_head=self.quantize_lm_head or None,
+            )
+            object.__setattr__(self, "rotate", False)
+            return
+        alpha = self.smoothquant
+        if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1):
+            raise QuasarError(f"smoothquant is {alpha}; allowed: 0 to 1")
+        searched = alpha is None
+        chosen = {
+            "rotate": searched if self.rotate is None else self.rotate,
+            "rounding": self.rounding or ("gptq" if searched else "nearest"),
+            "activations": 8 if self.activations is None else self.activations,
+        }
+        for name, value in chosen.items():
+            object.__setattr__(self, name, value)
+        if self.rounding not in ROUNDINGS:
+            raise unknown("rounding", str(self.rounding), ROUNDINGS)
+        if self.activations not in ACTIVATIONS:
+            raise QuasarError(f"activations is {self.activations!r}; allowed: 8, 16")
 
     @property
     def quantized(self) -> bool:
         return self.quantization != "none"
+
+    def quantizes(self, linear: str) -> bool:
+        """Whether the linear of this checkpoint name (without ".weight") is INT8."""
+        return self.quantized and not any(fnmatchcase(linear, pattern) for pattern in self.exclude)
 
     def refuse_unused(self, **options: object) -> None:
         """Raises QuasarError naming the first of `options` that is given (not None) although nothing is quantized."""
@@ -58,12 +100,12 @@ class Recipe:
 
     def to_dict(self) -> dict:
         """The recipe as stored in manifests and checkpoints, with what it implies spelled out."""
-        values = dataclasses.asdict(self)
+        values = dataclasses.asdict(self) | {"exclude": list(self.exclude)}
         if not self.quantized:
             return values | {"weight_bits": 16, "activation_bits": None, "head_bits": 16}
         return values | {
             "weight_bits": 8,
-            "activation_bits": 8,
+            "activation_bits": self.activations,
             "activation_granularity": "per_token",
             "head_bits": 8 if self.quantize_lm_head else 16,
         }

@@ -7,14 +7,13 @@ gate, ...): whoever computes a block of the gate has the matching block of the u
 from __future__ import annotations
 
 from quasar_trt.architectures import architecture_of
-from quasar_trt.checkpoint import LAYER_PREFIX
+from quasar_trt.checkpoint import EMBEDDING, LAYER_PREFIX
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins.packing import packed_shape, padded
 from quasar_trt.recipe import Recipe
 from quasar_trt.tensorfile import TensorSpec
 
 LAYOUT_VERSION = "1"
-EMBEDDING = "transformer.vocab_embedding.weight"
 
 
 def layer_linears(config: ModelConfig) -> list[tuple[str, int, int, bool, bool]]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quasar_trt.architectures import architecture_of
+from quasar_trt.architectures import architecture_of, hadamard_blocks
 from quasar_trt.checkpoint import LAYER_PREFIX, Checkpoint
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.manifest import Manifest
@@ -94,7 +94,8 @@ class ReferenceModel:
         self.dtype = dtype
         self.observe = observe
         self.tensors = tensors
-        self.device = tensors["lm_head.weight"].device
+        self.device = next(iter(tensors.values())).device
+        self._blocks = hadamard_blocks(config, recipe)
         self._head_norms = bool(architecture_of(config).head_norms)
         self._cos = self._sin = torch.empty(0, config.head_size // 2, device=self.device)
 
@@ -151,11 +152,15 @@ class ReferenceModel:
         if self.observe:
             self.observe(name, x)
         weight, bias = self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
-        if not self.recipe.quantized:
+        if not self.recipe.quantizes(name):
             return functional.linear(x, weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
+        bits = self.recipe.activations
         smoother = self.tensors.get(f"{name}.smoother")
-        q, scale = ops.quantize_8(x) if smoother is None else ops.smooth_quantize(x, 1.0 / smoother)
-        return ops.w8a8_linear(q, scale, weight, self.tensors[f"{name}.per_channel_scale"], bias).to(self.dtype)
+        if smoother is None:
+            q, scale = ops.QUANTIZE[bits](x)
+        else:
+            q, scale = ops.smooth_quantize(x, 1.0 / smoother, self._blocks.get(name.split(".", 3)[-1], 0), bits)
+        return ops.LINEAR[bits](q, scale, weight, self.tensors[f"{name}.per_channel_scale"], bias).to(self.dtype)
 
     def rotations(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """cos and sin of the packed rows, each [rows, 1, head_size / 2]; the tables grow as positions ask for it."""
