@@ -1,4 +1,4 @@
-"""Calibration: the largest |x| of every input channel of every linear, and the texts of a given file."""
+"""Calibration: what the inputs of the linears are like, and the texts of a given file."""
 
 from __future__ import annotations
 
@@ -14,32 +14,29 @@ _FIELDS = ("text", "prompt", "turns")
 _OUTLIER = 20.0  # a channel this many times the linear's median channel is worth reporting
 
 
-class ChannelMaxima:
-    """Observer of a `ReferenceModel`: linear name -> max|x| per input channel, float32 [in_features].
+class InputSizes:
+    """Counts dead and outlying input channels of each linear whose input it is shown.
 
-    Raises QuasarError naming the first linear whose input is not finite.
+    Raises QuasarError naming a linear whose input is not finite.
     """
 
     def __init__(self):
-        self.maxima: dict[str, torch.Tensor] = {}
-        self.rows = 0  # rows seen, counted at the first linear
+        self._dead_channels = 0
+        self._outliers: dict[str, float] = {}
 
     def __call__(self, name: str, x: torch.Tensor) -> None:
-        largest = x.abs().amax(dim=0).float()
+        """x [rows, in_features] is all that calibration shows to the linear `name`."""
+        largest = x.abs().amax(dim=0)
         if not largest.isfinite().all():
             raise QuasarError(f"calibration reached NaN or infinity at the input of {name}; the model cannot be built")
-        known = self.maxima.get(name)
-        self.maxima[name] = largest if known is None else torch.maximum(known, largest)
-        if name == next(iter(self.maxima)):
-            self.rows += len(x)
+        self._dead_channels += int((largest == 0).sum())
+        ratio = float(largest.max()) / max(float(largest.median()), 1e-30)
+        if ratio >= _OUTLIER:
+            self._outliers[name] = round(ratio, 1)
 
     def report(self) -> dict:
         """Channels that were always 0, and for each linear with outliers the ratio of its largest to its median channel."""
-        ratios = {name: float(m.max()) / max(float(m.median()), 1e-30) for name, m in self.maxima.items()}
-        return {
-            "dead_channels": sum(int((m == 0).sum()) for m in self.maxima.values()),
-            "outliers": {name: round(ratio, 1) for name, ratio in ratios.items() if ratio >= _OUTLIER},
-        }
+        return {"dead_channels": self._dead_channels, "outliers": self._outliers}
 
 
 def read_dataset(path: Path) -> list[str]:
