@@ -1,42 +1,99 @@
-"""Calibration: what the inputs of the linears are like, and the texts of a given file."""
+"""The texts that a model is calibrated on, and others to measure it on."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
+import numpy as np
 
+from quasar_trt.builders.convert import Converter
+from quasar_trt.builders.progress import Stages
+from quasar_trt.builders.self_text import new_texts, source_engine, write
+from quasar_trt.builders.source import Source
+from quasar_trt.checkpoint import checkpoint_spec
 from quasar_trt.errors import QuasarError
+from quasar_trt.model_config import ModelConfig
+from quasar_trt.recipe import Recipe
 from quasar_trt.tokenizer import encode
 
+CALIB_SIZE, CALIB_MAX_SEQ_LENGTH = 16, 256
+
+_OWN_TEXT = Path(__file__).parent / "data" / "calibration.txt"
+# A model of more BF16 bytes reads the text of the package: writing takes a pass over all weights per token.
+_WRITES_ITSELF = 4_000_000_000
+# Fidelity is measured on text from this many seeds further on, which calibration cannot have seen.
+_UNSEEN_SEED = 1_000_003
+_UNSEEN_SAMPLES, _UNSEEN_LENGTH = 8, 128
 _FIELDS = ("text", "prompt", "turns")
-_OUTLIER = 20.0  # a channel this many times the linear's median channel is worth reporting
 
 
-class InputSizes:
-    """Counts dead and outlying input channels of each linear whose input it is shown.
+@dataclass(frozen=True)
+class Calibration:
+    """What the user asks for: a file or None, how many samples, tokens of each, the seed of what the model writes itself."""
 
-    Raises QuasarError naming a linear whose input is not finite.
+    dataset: Path | None
+    size: int
+    length: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids of the calibration texts and where they are from; those of texts to measure fidelity on, of another seed."""
+
+    calibration: list[list[int]] = field(default_factory=list)
+    origin: str = ""
+    unseen: list[list[int]] = field(default_factory=list)
+    unseen_seed: int = 0
+
+
+def writes_itself(config: ModelConfig) -> bool:
+    """Whether the model is small enough to write its own texts."""
+    return sum(spec.nbytes for spec in checkpoint_spec(config, Recipe("none")).values()) <= _WRITES_ITSELF
+
+
+def calibration_texts(
+    source: Source, tokenizer, recipe: Recipe, wanted: Calibration, longest: int, scratch: Path, stages: Stages
+) -> Texts:
+    """The texts of one build, all that the model writes in one batch.
+
+    tokenizer: None where the source has none. longest: the most tokens that the model allows. scratch: for a temporary file.
+    Raises QuasarError for a calibration file that gives nothing, and without a tokenizer for any.
     """
+    given, origin = [], "self-generated"
+    if wanted.dataset is not None:
+        if tokenizer is None:
+            raise QuasarError(
+                f"calib_dataset {wanted.dataset} needs a tokenizer, and {source.path} has none; leave it out"
+            )
+        given, origin = dataset_ids(Path(wanted.dataset), tokenizer, wanted.size, wanted.length), str(wanted.dataset)
+        if len(given) < wanted.size:
+            source.notices.append(
+                f"calibration file {wanted.dataset} has {len(given)} usable texts, {wanted.size} were requested"
+            )
+    if not writes_itself(source.config):
+        if recipe.quantized and not given:
+            given, origin = _own_text(source.config.vocab_size, tokenizer, wanted)
+        return Texts(given, origin)
+    size = wanted.size if recipe.quantized and not given else 0
+    unseen_seed = wanted.seed + _UNSEEN_SEED
+    texts = new_texts(tokenizer, source.config.vocab_size, size, wanted.length, wanted.seed)
+    texts += new_texts(tokenizer, source.config.vocab_size, _UNSEEN_SAMPLES, min(_UNSEEN_LENGTH, longest), unseen_seed)
+    steps = max(text.length for text in texts)
+    with source_engine(Converter(source), steps, scratch) as engine:
+        write(engine, texts, stages.stage("Writing text", steps))
+    ids = [text.ids for text in texts]
+    return Texts(given or ids[:size], origin, ids[size:], unseen_seed)
 
-    def __init__(self):
-        self._dead_channels = 0
-        self._outliers: dict[str, float] = {}
 
-    def __call__(self, name: str, x: torch.Tensor) -> None:
-        """x [rows, in_features] is all that calibration shows to the linear `name`."""
-        largest = x.abs().amax(dim=0)
-        if not largest.isfinite().all():
-            raise QuasarError(f"calibration reached NaN or infinity at the input of {name}; the model cannot be built")
-        self._dead_channels += int((largest == 0).sum())
-        ratio = float(largest.max()) / max(float(largest.median()), 1e-30)
-        if ratio >= _OUTLIER:
-            self._outliers[name] = round(ratio, 1)
-
-    def report(self) -> dict:
-        """Channels that were always 0, and for each linear with outliers the ratio of its largest to its median channel."""
-        return {"dead_channels": self._dead_channels, "outliers": self._outliers}
+def _own_text(vocab_size: int, tokenizer, wanted: Calibration) -> tuple[list[list[int]], str]:
+    """(texts, where they are from) for a model that does not write its own."""
+    if tokenizer is None:
+        random = np.random.default_rng(wanted.seed)
+        return random.integers(vocab_size, size=(wanted.size, wanted.length)).tolist(), "random ids"
+    return dataset_ids(_OWN_TEXT, tokenizer, wanted.size, wanted.length), "text of the package"
 
 
 def read_dataset(path: Path) -> list[str]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from quasar_trt.architectures import hadamard_blocks
-from quasar_trt.builders.calibrate import InputSizes
 from quasar_trt.builders.gptq import quantize_gptq
 from quasar_trt.builders.hidden_states import HiddenStates
+from quasar_trt.builders.input_sizes import InputSizes
 from quasar_trt.builders.quantize import quantize_rows
 from quasar_trt.builders.search import Choice, Trial, search
 from quasar_trt.builders.smooth import Group, count_extremes, fold, layer_groups, smoother

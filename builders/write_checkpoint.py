@@ -13,7 +13,15 @@ from quasar_trt.builders.progress import Advance
 from quasar_trt.builders.quantize import quantize_rows
 from quasar_trt.builders.rotate import rotate_layer, rotate_vocabulary, rotation
 from quasar_trt.builders.tokenizer_files import write_json
-from quasar_trt.checkpoint import EMBEDDING, FINAL_NORM, HEAD, LAYER_PREFIX, Checkpoint, checkpoint_config, checkpoint_spec
+from quasar_trt.checkpoint import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    LAYER_PREFIX,
+    Checkpoint,
+    checkpoint_config,
+    checkpoint_spec,
+)
 from quasar_trt.recipe import Recipe
 from quasar_trt.tensorfile import FileRecord, TensorWriter
 
