@@ -181,9 +181,12 @@ def bench(int8, bf16, prompts, limit_per_task, output, drafter_option, **options
         save_json(output, report.to_dict())
 
 
-@cli.group("eval", cls=Group)
-def evaluate():
+@cli.group("eval", cls=Group, invoke_without_command=True)
+@click.pass_context
+def evaluate(context):
     """Measure a built engine."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @evaluate.command()
@@ -225,7 +228,7 @@ def fidelity(engine_dir, plot, output, **options):
     if plot:
         from quasar_trt.builders.fidelity_plot import plot as draw
 
-        draw(measured["layer_errors"], f"{engine_dir.name} against {measured['source']}", plot)
+        draw(measured["layer_errors"], f"{engine_dir.name} against {Path(measured['source']).name}", plot)
     if output:
         save_json(output, measured)
 

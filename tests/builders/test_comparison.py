@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quasar_trt.builders.comparison import Comparison
+from quasar_trt.builders.comparison import Comparison, standard_error
 
 
 def logits(*rows, shift=0.0):
@@ -21,19 +21,30 @@ def test_values_are_those_worked_out_by_hand():
     # Windows 0 1 2 0 and 2 0; the engine gives p and q in turn, and a constant that must not matter.
     comparison.add(logits(p, p), logits(p, q, shift=3), [1, 2])
     comparison.add(logits(p, p), logits(p, q, shift=-7), [0])
-    comparison.add(logits(p, p), logits(p, q), [0])
+    comparison.add(logits(p, p), logits(p, p), [0])
     found = comparison.figures()
     far = 0.5 * math.log(2) - 0.25 * math.log(2)
     assert found["tokens"] == 6
-    assert found["kl"] == pytest.approx(far / 2, abs=1e-7)
-    assert found["kl_standard_error"] == pytest.approx(math.sqrt(6 * (far / 2) ** 2 / 5) / math.sqrt(6), abs=1e-7)
+    assert found["kl"] == pytest.approx(far / 3, abs=1e-7)
     assert found["kl_p99"] == pytest.approx(far, abs=1e-7)
-    assert found["top1_agreement"] == 0.5
-    assert found["top1_standard_error"] == pytest.approx(math.sqrt(6 * 0.25 / 5) / math.sqrt(6), abs=1e-12)
+    assert found["top1_agreement"] == pytest.approx(4 / 6)
     assert found["top5_agreement"] == 1.0
+    # Runs of 2 rows have the means far / 2, far / 2, 0, and for the agreement 1 / 2, 1 / 2, 1.
+    spread = math.sqrt((2 * (1 / 6) ** 2 + (1 / 3) ** 2) / 2)
+    assert found["kl_standard_error"] == pytest.approx(far * spread / math.sqrt(3), abs=1e-7)
+    assert found["top1_standard_error"] == pytest.approx(spread / math.sqrt(3), abs=1e-12)
     # The ids that follow: 1 under p, 2 under q, 0 under p, 0 under p.
     assert found["source_perplexity"] == pytest.approx(math.exp(-np.log([0.25, 0.25, 0.5, 0.5]).mean()), abs=1e-6)
     assert found["engine_perplexity"] == pytest.approx(math.exp(-np.log([0.25, 0.25, 0.5, 0.5]).mean()), abs=1e-6)
+
+
+def test_the_standard_error_allows_for_neighbours_that_are_alike():
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    # 64 runs give the spread to about 10 %.
+    assert standard_error(values) == pytest.approx(1 / math.sqrt(4096), rel=0.3)
+    alike = values[:512].repeat_interleave(8)  # as good as 512 values
+    assert standard_error(alike) == pytest.approx(1 / math.sqrt(512), rel=0.3)
+    assert standard_error(torch.tensor([1.0, 3.0])) == pytest.approx(1.0)
 
 
 def test_perplexities_are_of_each_side():

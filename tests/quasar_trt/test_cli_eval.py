@@ -184,6 +184,11 @@ def test_an_unknown_evaluation_is_one_line(run):
     assert run("fidelty") == (1, "", "error: unknown command 'fidelty'; one of: fidelity; did you mean 'fidelity'?\n")
 
 
+def test_no_evaluation_shows_help(run):
+    code, shown, _ = run()
+    assert code == 0 and shown.startswith("Usage: quasar-trt eval ") and "\n  fidelity " in shown
+
+
 def test_help_names_every_option_in_100_columns(run):
     code, shown, _ = run("fidelity", "--help")
     assert code == 0 and max(map(len, shown.splitlines())) <= 100
