@@ -63,7 +63,7 @@ class Comparison:
 
 
 def standard_error(values: Tensor) -> float:
-    """Of the mean of n values in the order of the text, by the method of batch means (arXiv 0811.1729, section 3.1).
+    """Of the mean of n values in the order of the text, by batch means (Jones et al. 2006, JASA 101, 1537).
 
     Neighbouring rows are alike, so the spread is taken from the means of runs of sqrt(n) rows each, which are less so.
     """

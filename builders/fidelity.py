@@ -56,14 +56,17 @@ def measure(
         raise ValueError("fidelity needs at least one window, each of at least 2 tokens")
     checkpoint = Checkpoint.open(engine_dir / "checkpoint")
     engine = open_engine(engine_dir, threads=threads)
+    longest = max(map(len, windows))
+    if longest > engine.max_seq_len:
+        raise ValueError(f"a window has {longest} tokens; this engine allows {engine.max_seq_len}")
     converter = Converter(source)
     layer_errors, states = _through_layers(converter, checkpoint, windows, stages)
     states = rms_norm(states, converter.final_norm(), source.config.norm_epsilon)
     figures = _compare_logits(converter, engine, windows, states, stages)
     for name, value in figures.items():
         _check_finite(name, value)
-    windows_text = f"{len(windows)} windows of at most {max(map(len, windows))} tokens, {text}"
-    return figures | {"layer_errors": layer_errors, "text": windows_text}
+    text = f"{len(windows)} windows of at most {longest} tokens, {text}"
+    return figures | {"layer_errors": layer_errors, "text": text}
 
 
 def _through_layers(

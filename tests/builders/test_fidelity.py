@@ -241,9 +241,17 @@ def test_a_layer_that_is_not_finite_is_named(source, tmp_path):
         measured(source, directory, windows_of(source, 10))
 
 
-@pytest.mark.parametrize("windows", [[], [[1, 2], [3]]])
-def test_too_little_text_is_refused(windows, source, int8_dir):
-    with pytest.raises(ValueError, match="at least 2 tokens"):
+@pytest.mark.parametrize(
+    ("windows", "message"),
+    [
+        ([], "at least 2 tokens"),
+        ([[1, 2], [3]], "at least 2 tokens"),
+        ([[1] * 257], "257 tokens; this engine allows 256"),
+    ],
+    ids=["none", "short", "long"],
+)
+def test_windows_of_a_wrong_size_are_refused(windows, message, source, int8_dir):
+    with pytest.raises(ValueError, match=message):
         measured(source, int8_dir, windows)
 
 
