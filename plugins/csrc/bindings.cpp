@@ -125,7 +125,7 @@ using Vector = std::optional<Array<float>>;
 const float* data(const Vector& vector) { return vector ? vector->data() : nullptr; }
 
 template <class Code>
-py::tuple quantize(const Array<float>& x, const Vector& inverse_smoother, const std::string& isa) {
+py::tuple quantize(const Array<float>& x, const Vector& inverse_smoother, int hadamard, const std::string& isa) {
   const int n = static_cast<int>(x.shape(1));
   Array<Code> q({x.shape(0), x.shape(1)});
   Array<float> scales(x.shape(0));
@@ -133,8 +133,9 @@ py::tuple quantize(const Array<float>& x, const Vector& inverse_smoother, const 
   const Kernels* kernels = kernels_named(isa);
   for (py::ssize_t r = 0; r < x.shape(0); ++r) {
     RowScale scale;
-    if constexpr (sizeof(Code) == 1) scale = kernels->quantize8(x.data(r, 0), data(inverse_smoother), n, scratch.data(), q.mutable_data(r, 0));
-    else scale = kernels->quantize16(x.data(r, 0), data(inverse_smoother), n, scratch.data(), q.mutable_data(r, 0));
+    const float *from = x.data(r, 0), *smoother = data(inverse_smoother);
+    if constexpr (sizeof(Code) == 1) scale = kernels->quantize8(from, smoother, hadamard, n, scratch.data(), q.mutable_data(r, 0));
+    else scale = kernels->quantize16(from, smoother, hadamard, n, scratch.data(), q.mutable_data(r, 0));
     scales.mutable_at(r) = scale.scale;
   }
   return py::make_tuple(q, scales);

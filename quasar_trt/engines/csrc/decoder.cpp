@@ -155,7 +155,7 @@ void Decoder::quantize(Activations& x, const float* inverse_smoother, int n, int
   for (int row = begin; row < end; ++row) {
     const int64_t at = static_cast<int64_t>(row) * x.stride;
     scales_[static_cast<size_t>(row)] =
-        kernels_->quantize8(x.floats.get() + at, inverse_smoother, n, scratch, x.codes8.get() + at);
+        kernels_->quantize8(x.floats.get() + at, inverse_smoother, 0, n, scratch, x.codes8.get() + at);
   }
 }
 
@@ -267,7 +267,7 @@ void Decoder::logits(int thread) {
     const float* from = hidden_.get() + static_cast<int64_t>(logit_rows_[static_cast<size_t>(i)]) * stride;
     kernels_->rms_norm(from, weights_.final_norm, shape_.norm_epsilon, shape_.hidden, to);
     if (shape_.head_quantized)
-      scales_[static_cast<size_t>(i)] = kernels_->quantize16(to, nullptr, shape_.hidden, scratch,
+      scales_[static_cast<size_t>(i)] = kernels_->quantize16(to, nullptr, 0, shape_.hidden, scratch,
                                                              normed_.codes16.get() + static_cast<int64_t>(i) * stride);
   }
   pool_.barrier();
