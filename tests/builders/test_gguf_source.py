@@ -11,7 +11,7 @@ import torch
 from tiny import checkpoint_tensors, tiny_llama
 from tiny_gguf import byte_vocabulary, dequantized, write_gguf
 
-from quasar_trt.builders.convert import convert
+from quasar_trt.builders.convert import Converter
 from quasar_trt.builders.gguf_source import unpermute
 from quasar_trt.builders.gguf_tokenizer import build_tokenizer
 from quasar_trt.builders.source import open_source
@@ -40,7 +40,7 @@ def test_tensors_and_config_equal_the_models(tmp_path, tied):
     expected_config, expected = checkpoint_tensors(model)
     found_config = source.config.to_dict() | {"norm_epsilon": pytest.approx(1e-5)}
     assert expected_config.to_dict() == found_config
-    found = convert(source, lambda count: None)
+    found = Converter(source).whole()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor.float()), name
     assert source.notices == []
@@ -51,7 +51,7 @@ def test_biases_are_found_and_permuted(tmp_path):
     source = open_source(str(write_gguf(tmp_path / "m.gguf", model)))
     assert (source.config.qkv_bias, source.config.dense_bias, source.config.mlp_bias) == (True, True, False)
     expected = checkpoint_tensors(model)[1]["transformer.layers.1.attention.qkv.bias"]
-    assert torch.equal(convert(source, lambda count: None)["transformer.layers.1.attention.qkv.bias"], expected.float())
+    assert torch.equal(Converter(source).whole()["transformer.layers.1.attention.qkv.bias"], expected.float())
 
 
 def test_blocks_are_dequantized_and_the_notice_names_them(tmp_path):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny import LLAMA3, checkpoint_tensors, model_config, save_hf, tiny_llama, tiny_model
 from tiny_tokenizer import save_tokenizer
 
-from quasar_trt.builders.convert import convert
+from quasar_trt.builders.convert import Converter
 from quasar_trt.builders.hf_config import model_config as parse
 from quasar_trt.builders.source import open_source
 from quasar_trt.errors import QuasarError
@@ -59,7 +59,7 @@ def test_tensors_and_config_equal_the_models(tmp_path, shard, architecture, over
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 or shard == "5GB"
     expected_config, expected = checkpoint_tensors(model)
     assert source.config == expected_config == model_config(model)
-    found = convert(source, lambda count: None)
+    found = Converter(source).whole()
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], tensor), name
@@ -69,7 +69,7 @@ def test_tied_head_is_the_embedding(tmp_path):
     model = tiny_llama(4, tie_word_embeddings=True)
     source = open_source(str(save_hf(model, tmp_path)))
     assert "lm_head.weight" not in source.names
-    tensors = convert(source, lambda count: None)
+    tensors = Converter(source).whole()
     assert tensors["lm_head.weight"] is tensors["transformer.vocab_embedding.weight"]
 
 
@@ -114,8 +114,8 @@ def test_every_wrong_shape_is_listed_from_the_headers_alone(tmp_path):
     del tensors["model.layers.0.input_layernorm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     message = refusal(tmp_path)
-    assert "model.norm.weight has shape [47], config.json says [48]" in message
-    assert "model.layers.1.mlp.up_proj.weight has shape [48, 80], config.json says [80, 48]" in message
+    assert "model.norm.weight has shape [47], the configuration says [48]" in message
+    assert "model.layers.1.mlp.up_proj.weight has shape [48, 80], the configuration says [80, 48]" in message
     assert "missing model.layers.0.input_layernorm.weight [48]" in message
 
 
