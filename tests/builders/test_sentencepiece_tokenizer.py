@@ -39,6 +39,13 @@ def model(tmp_path):
     return directory
 
 
+@pytest.fixture(autouse=True)
+def modules(tmp_path, monkeypatch):
+    """transformers copies code that it runs to here, not into the user's cache."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
 def settings(directory, **values) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(values))
 
