@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -185,13 +186,76 @@ def test_a_failing_hub_gives_one_line(monkeypatch):
     assert message.startswith("'someone/some-model' is no directory or file here") and "no route to host" in message
 
 
-def test_a_hub_model_is_refused_before_its_weights_are_fetched(monkeypatch, tmp_path):
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub whose repositories are all `directory`; `patterns` are those of the last download, None before."""
     import huggingface_hub
 
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **k: str(tmp_path / "config.json"))
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("weights were fetched"))
+    class Hub:
+        directory = tmp_path / "hub"
+        patterns = None
+
+        def config(self, model, name):
+            return str(self.directory / name)
+
+        def snapshot(self, model, allow_patterns):
+            self.patterns = allow_patterns
+            return str(self.directory)
+
+    hub = Hub()
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub.config)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot)
+    return hub
+
+
+def test_a_hub_model_is_refused_before_its_weights_are_fetched(hub):
+    save_hf(tiny_model("MistralForCausalLM", 1, sliding_window=32), hub.directory)
+
+    def check(config):
+        if config.sliding_window:
+            raise QuasarError(f"{config.architecture} has sliding_window = {config.sliding_window}")
+
+    with pytest.raises(QuasarError, match="MistralForCausalLM has sliding_window = 32"):
+        open_source("someone/some-model", check=check)
+    edit(hub.directory, architectures=["GPT2LMHeadModel"])
     assert "GPT2LMHeadModel" in refusal("someone/some-model")
+    assert hub.patterns is None
+
+
+def test_a_hub_model_is_fetched_without_code_unless_that_is_trusted(hub):
+    save_hf(tiny_llama(1), hub.directory)
+    source = open_source("someone/some-model")
+    assert (source.path, source.config.hidden_size) == ("someone/some-model", 48)
+    wanted = ("tokenizer.model", "tokenizer_config.json", "added_tokens.json", "model-00001-of-00002.safetensors")
+    for name in wanted:
+        assert any(fnmatch(name, pattern) for pattern in hub.patterns), name
+    for name in ("tokenization_own.py", "pytorch_model.bin"):
+        assert not any(fnmatch(name, pattern) for pattern in hub.patterns), name
+    open_source("someone/some-model", trust_remote_code=True)
+    assert any(fnmatch("tokenization_own.py", pattern) for pattern in hub.patterns)
+
+
+def test_a_download_that_breaks_gives_one_line(hub, monkeypatch):
+    import huggingface_hub
+
+    save_hf(tiny_llama(1), hub.directory)
+
+    def fail(*args, **kwargs):
+        raise OSError("connection reset\nby peer")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    assert "connection reset by peer; check the name and the network" in refusal("someone/some-model")
+
+
+def test_a_local_model_is_checked_before_its_tensors(tmp_path):
+    save_hf(tiny_llama(1), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+
+    def check(config):
+        raise QuasarError(f"{config.max_position_embeddings} positions")
+
+    with pytest.raises(QuasarError, match="512 positions"):
+        open_source(str(tmp_path), check=check)
 
 
 @pytest.mark.parametrize(
