@@ -5,10 +5,10 @@
 
 The weights are one block of 8,388,593 (a prime) standard normal numbers over and over: each tensor reads the block from an
 offset of its own, round and round, so that no two rows of a tensor are the same. That is fast, for no number is drawn per
-weight, and the same seed gives the same bytes. Matrices have a standard deviation of 1 / sqrt(columns), those that write to the
-residual stream 1 / sqrt(columns x 2 x layers), an embedding that is not the head too 1, so hidden states and logits keep a size near 1. One channel in 512 is an
-outlier, twelve times as large: in the norms (the same channels in all layers) and in the rows of v and up, which feed o and
-down. Besides one tensor and the block, nothing is held in memory.
+weight, and the same seed gives the same bytes. Matrices have a standard deviation of 1 / sqrt(columns), those that write to
+the residual stream 1 / sqrt(columns x 2 x layers), an embedding that is not the head too 1: hidden states and logits keep a
+size near 1. One channel in 512 is an outlier, twelve times as large: in the norms (the same channels in all layers) and in
+the rows of v and up, which feed o and down. Besides one tensor and the block, nothing is held in memory.
 """
 
 from __future__ import annotations
