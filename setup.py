@@ -68,6 +68,7 @@ def native_extension():
 
 EXTRAS = {
     "gguf": ["gguf>=0.10"],
+    "sentencepiece": ["protobuf>=4.21"],
     "mpi": ["mpi4py>=4"],
     "triton": ["triton>=3.5"],
     "tensorrt": ["tensorrt>=10.15"],
@@ -77,7 +78,14 @@ EXTRAS = {
     "plot": ["matplotlib>=3.8"],
     "eval": ["lm-eval>=0.4.5"],
 }
-EXTRAS["test"] = [*EXTRAS["gguf"], *EXTRAS["plot"], "pytest>=8", "ruff>=0.9"]
+EXTRAS["test"] = [
+    *EXTRAS["gguf"],
+    *EXTRAS["plot"],
+    *EXTRAS["sentencepiece"],
+    "sentencepiece>=0.2",
+    "pytest>=8",
+    "ruff>=0.9",
+]
 
 setup(
     name="quasar-trt",

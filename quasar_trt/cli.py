@@ -62,6 +62,7 @@ def cli():
 @click.option(
     "--max-draft-len", type=int, default=16, show_default=True, help="Most draft tokens per request and pass."
 )
+@click.option("--trust-remote-code", is_flag=True, help="Run the tokenizer code that a checkpoint brings.")
 @click.option("--force", is_flag=True, help="Replace an existing output directory.")
 def build(model, output_dir, **options):
     """Build a model into an engine directory.
