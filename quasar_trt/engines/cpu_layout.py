@@ -1,4 +1,4 @@
-"""The packed weight file of the CPU target, `rank0.engine`: which tensors it holds and how each is laid out.
+"""The packed weight file of the CPU target, `rank{r}.engine`: which tensors it holds and how each is laid out.
 
 Weights are packed as `quasar_trt.plugins.packing` says. Gate and up projection are one linear, `mlp.fc_gate`, whose blocks alternate (fc, gate, fc,
 gate, ...): whoever computes a block of the gate has the matching block of the up projection at hand for silu(gate) * up.
@@ -30,7 +30,10 @@ def layer_linears(config: ModelConfig) -> list[tuple[str, int, int, bool, bool]]
 
 
 def packed_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec]:
-    """Every tensor of `rank0.engine`, in writing order. The embedding, whose size need not be aligned, comes last."""
+    """Every tensor of a packed file, in writing order: of the whole model, or of each rank for `rank_config`.
+
+    The embedding, whose size need not be aligned, comes last.
+    """
     spec: dict[str, TensorSpec] = {}
 
     def vector(name: str, size: int) -> None:
@@ -54,6 +57,6 @@ def packed_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec]:
         for name, n, k, bias, smoother in layer_linears(config):
             linear(prefix + name, n, k, bias, smoother, recipe.quantized)
     vector("transformer.ln_f.weight", config.hidden_size)
-    linear("lm_head", config.vocab_size, config.hidden_size, False, False, recipe.quantize_lm_head)
+    linear("lm_head", config.logits_size, config.hidden_size, False, False, recipe.quantize_lm_head)
     spec[EMBEDDING] = TensorSpec("BF16", (config.vocab_size, config.hidden_size))
     return spec
