@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from quasar_trt.architectures import hadamard_blocks
 from quasar_trt.checkpoint import EMBEDDING
 from quasar_trt.engines.cpu_layout import LAYOUT_VERSION, packed_spec
 from quasar_trt.model_config import ModelConfig
@@ -58,6 +59,7 @@ def compile_cpu(
         "model": json.dumps(config.to_dict()),
         "recipe": json.dumps(recipe.to_dict()),
         "rank": str(rank),
+        "hadamard_blocks": json.dumps(hadamard_blocks(config, recipe)),
     }
     with TensorWriter(path, spec, metadata) as writer:
         for name in spec:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from quasar_trt.architectures import architecture_of, hadamard_blocks
+from quasar_trt.architectures import Linear, architecture_of, hadamard_blocks
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import SMOOTHQUANT, Recipe
@@ -23,8 +24,38 @@ HEAD = "lm_head.weight"
 OWN_ARCHITECTURE = "QuasarForCausalLM"
 
 
+def _layer_linears(config: ModelConfig) -> list[tuple[str, Linear]]:
+    """(checkpoint name without ".weight", linear) of every layer, in order."""
+    prefixes = [LAYER_PREFIX.format(i=i) for i in range(config.num_hidden_layers)]
+    return [(prefix + linear.name, linear) for prefix in prefixes for linear in architecture_of(config).linears]
+
+
+def check_exclusions(config: ModelConfig, recipe: Recipe) -> None:
+    """Raises QuasarError for an exclude pattern that matches no linear of a layer, and where patterns cover some of the
+    linears that share a norm, which carries the smoother of all of them or of none."""
+    linears = _layer_linears(config)
+    for pattern in recipe.exclude:
+        if not any(fnmatchcase(name, pattern) for name, _ in linears):
+            raise QuasarError(
+                f"exclude pattern '{pattern}' matches no linear; allowed: patterns of names from {linears[0][0]} to "
+                f"{linears[-1][0]} (the head follows quantize_lm_head)"
+            )
+    first: dict[str, str] = {}  # prefix and norm -> the first linear behind it
+    for name, linear in linears:
+        group = name.removesuffix(linear.name) + linear.norm if linear.norm else name
+        other = first.setdefault(group, name)
+        if recipe.quantizes(name) != recipe.quantizes(other):
+            raise QuasarError(
+                f"exclude covers one of {other} and {name}, which share a smoother; exclude both or neither"
+            )
+
+
 def checkpoint_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec]:
-    """Every tensor of a checkpoint file, in writing order: of the whole model, or of each rank for `rank_config`."""
+    """Every tensor of a checkpoint file, in writing order: of the whole model, or of each rank for `rank_config`.
+
+    Raises QuasarError as `check_exclusions` does.
+    """
+    check_exclusions(config, recipe)
     architecture = architecture_of(config)
     spec = {EMBEDDING: TensorSpec("BF16", (config.vocab_size, config.hidden_size))}
     for i in range(config.num_hidden_layers):
@@ -103,9 +134,17 @@ def checkpoint_config(config: ModelConfig, recipe: Recipe, tp_size: int = 1) -> 
 
 def _excluded(config: ModelConfig, recipe: Recipe) -> list[str]:
     """Names of the linears that stay in BF16."""
-    prefixes = [LAYER_PREFIX.format(i=i) for i in range(config.num_hidden_layers)]
-    names = [prefix + linear.name for prefix in prefixes for linear in architecture_of(config).linears]
-    return [name for name in names if not recipe.quantizes(name)] + ([] if recipe.quantize_lm_head else ["lm_head"])
+    names = [name for name, _ in _layer_linears(config) if not recipe.quantizes(name)]
+    return names + ([] if recipe.quantize_lm_head else ["lm_head"])
+
+
+def check_hadamard_blocks(found: object, config: ModelConfig, recipe: Recipe, where: str) -> None:
+    """Raises QuasarError when a file was written for other blocks than `hadamard_blocks` says."""
+    expected = hadamard_blocks(config, recipe)
+    if found != expected:
+        raise QuasarError(
+            f"{where} has hadamard_blocks {found}, this version computes {expected}; build the engine again"
+        )
 
 
 def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec], where: str) -> None:
@@ -140,16 +179,14 @@ class Checkpoint:
             config, recipe = ModelConfig.from_dict(extras["model"]), Recipe.from_dict(extras["recipe"])
             rank = rank_config(config, tp_size)
             spec = checkpoint_spec(rank, recipe)
-            if extras["hadamard_blocks"] != hadamard_blocks(rank, recipe):
-                raise QuasarError(
-                    f"hadamard_blocks are {extras['hadamard_blocks']}, this version computes others; build again"
-                )
+            blocks = extras["hadamard_blocks"]
         except OSError as error:
             raise QuasarError(f"cannot read {described}: {error.strerror}") from None
         except QuasarError as error:
             raise QuasarError(f"{described}: {error}") from None
         except (ValueError, KeyError, TypeError) as error:
             raise QuasarError(f"{described} is not a checkpoint of this product ({error})") from None
+        check_hadamard_blocks(blocks, rank, recipe, str(described))
         checkpoint = cls(directory, config, recipe, tp_size)
         for path in checkpoint.paths:
             found, _, _, _ = read_header(path)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from quasar_trt.checkpoint import check_tensors
+from quasar_trt.architectures import hadamard_blocks
+from quasar_trt.checkpoint import check_hadamard_blocks, check_tensors
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.engines.cpu_layout import LAYOUT_VERSION, packed_spec
 from quasar_trt.errors import QuasarError, unknown
@@ -68,8 +69,8 @@ class CpuEngine(Engine):
             "head": self.config.head_size,
             "vocab": self.config.vocab_size,
             "norm_epsilon": self.config.norm_epsilon,
-            "quantized": self.recipe.quantized,
-            "head_quantized": self.recipe.quantize_lm_head,
+            "activations": self.recipe.activations or 0,
+            "hadamard_blocks": hadamard_blocks(self.config, self.recipe),
             "max_rows": max_rows,
             "max_seq_len": max_seq_len,
         }
@@ -135,7 +136,9 @@ def _read_description(path: Path) -> tuple[ModelConfig, Recipe]:
     try:
         config = ModelConfig.from_dict(json.loads(metadata["model"]))
         recipe = Recipe.from_dict(json.loads(metadata["recipe"]))
+        blocks = json.loads(metadata["hadamard_blocks"])
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise QuasarError(f"{path} does not describe its model ({error!r}); build the engine again") from None
+    check_hadamard_blocks(blocks, config, recipe, str(path))
     check_tensors(specs, packed_spec(config, recipe), str(path))
     return config, recipe
