@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,14 +12,15 @@ from quasar_trt.builders.convert import Converter
 from quasar_trt.builders.cpu_target import compile_cpu
 from quasar_trt.builders.engine_dir import appearing_whole, check_output
 from quasar_trt.builders.estimate import Estimate, estimate
-from quasar_trt.builders.layer_quantizer import LayerQuantizer
 from quasar_trt.builders.progress import Stages
 from quasar_trt.builders.source import Source, open_source
 from quasar_trt.builders.tokenizer_files import write_json
 from quasar_trt.builders.write_checkpoint import write_checkpoint
+from quasar_trt.checkpoint import checkpoint_spec
 from quasar_trt.engines.cpu_layout import packed_spec
 from quasar_trt.engines.reference import load_tensors
 from quasar_trt.errors import QuasarError
+from quasar_trt.fidelity_report import read_fidelity, show
 from quasar_trt.manifest import Limits, Manifest
 from quasar_trt.model_config import ModelConfig, whole_number
 from quasar_trt.recipe import Recipe
@@ -89,6 +89,8 @@ def build(
             return needs
         with appearing_whole(output_dir, force) as directory:
             manifest = _build(source, recipe, calibration, tp_size, limits, longest, directory, stages)
+    if progress:
+        show(read_fidelity(output_dir / "fidelity.json"), stages.console, manifest.calibration)
     for notice in source.notices:
         stages.say(f"note: {notice}")
     return manifest
@@ -123,11 +125,10 @@ def _build(
     manifest = Manifest(producer, "cpu", limits, tp_size, recipe, described, seen, files)
     manifest.write(directory)
     measured = {"groups": {name: choice.report() for name, choice in quantizer.choices.items()}} if quantizer else {}
-    if texts.unseen and tp_size == 1:
+    if texts.unseen and tp_size == 1:  # one process runs one rank
         windows = [ids[: limits.max_seq_len] for ids in texts.unseen]
         written = f"written by the source model (seed {texts.unseen_seed})"
         measured = fidelity.measure(source, directory, windows, written, stages=stages) | measured
-        fidelity.show(measured, stages.console)
     write_json(directory / "fidelity.json", measured)
     return manifest
 
@@ -168,6 +169,7 @@ def _compile(
             load_tensors(directory / "checkpoint" / f"rank{rank}.safetensors"),
             directory / f"rank{rank}.engine",
             advance,
+            rank,
         )
         for rank in range(tp_size)
     }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quasar_trt.architectures import architecture_of
 from quasar_trt.builders.calibrate import writes_itself
 from quasar_trt.checkpoint import EMBEDDING, HEAD, checkpoint_spec
-from quasar_trt.architectures import architecture_of
 from quasar_trt.engines.cpu_layout import packed_spec
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import Recipe

@@ -20,7 +20,7 @@ from quasar_trt.builders.hidden_states import HiddenStates
 from quasar_trt.builders.progress import Stages
 from quasar_trt.builders.rotate import rotation
 from quasar_trt.builders.source import Source
-from quasar_trt.checkpoint import EMBEDDING, HEAD, Checkpoint
+from quasar_trt.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from quasar_trt.drafters.base import Draft
 from quasar_trt.engines import open_engine
 from quasar_trt.engines.base import Acceptance, Engine, SequenceStep
@@ -61,7 +61,7 @@ def measure(
         raise ValueError(f"a window has {longest} tokens; this engine allows {engine.max_seq_len}")
     converter = Converter(source)
     layer_errors, states = _through_layers(converter, checkpoint, windows, stages)
-    states = rms_norm(states, converter.final_norm(), source.config.norm_epsilon)
+    states = rms_norm(states, converter[FINAL_NORM], source.config.norm_epsilon)
     figures = _compare_logits(converter, engine, windows, states, stages)
     for name, value in figures.items():
         _check_finite(name, value)
@@ -73,8 +73,8 @@ def _through_layers(
     converter: Converter, checkpoint: Checkpoint, windows: Sequence[Sequence[int]], stages: Stages
 ) -> tuple[list[float], Tensor]:
     """The relative error that each layer leaves, and the source's last hidden states, float32 [rows, hidden_size]."""
-    config, recipe, tensors = checkpoint.config, checkpoint.recipe, load_tensors(checkpoint.path)
-    embedding = converter.embedding()
+    config, recipe, tensors = checkpoint.config, checkpoint.recipe, load_tensors(checkpoint.paths[0])
+    embedding = converter[EMBEDDING]
     pairs = [
         (
             HiddenStates(config, Recipe("none"), embedding, batch),
@@ -116,7 +116,7 @@ def _compare_logits(
     converter: Converter, engine: Engine, windows: Sequence[Sequence[int]], states: Tensor, stages: Stages
 ) -> dict[str, float | int]:
     """states: the source's, after the final norm, float32 [rows, hidden_size]."""
-    source = ReferenceModel(converter.config, Recipe("none"), {HEAD: converter.head().float()})
+    source = ReferenceModel(converter.config, Recipe("none"), {HEAD: converter[HEAD].float()})
     comparison = Comparison()
     advance = stages.stage("Comparing distributions", len(states))
     for ids, rows in zip(windows, states.split([len(ids) for ids in windows]), strict=True):

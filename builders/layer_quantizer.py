@@ -20,21 +20,29 @@ from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins import reference as ops
 from quasar_trt.recipe import Recipe
+from quasar_trt.tensor_parallel import rank_config
 
 
 class LayerQuantizer:
     """Takes unquantized layers in their order, gives back the checkpoint's tensors of each.
 
-    embedding: as the engine will hold it. texts: calibration texts as ids.
+    embedding: as the engine will hold it. texts: calibration texts as ids. tp_size: ranks that will share the layers.
     choices: what was chosen for each group so far, by its name. inputs: what the linears' inputs were.
     """
 
-    def __init__(self, config: ModelConfig, recipe: Recipe, embedding: Tensor, texts: Sequence[Sequence[int]]):
+    def __init__(
+        self,
+        config: ModelConfig,
+        recipe: Recipe,
+        embedding: Tensor,
+        texts: Sequence[Sequence[int]],
+        tp_size: int = 1,
+    ):
         self.choices: dict[str, Choice] = {}
         self.inputs = InputSizes()
         self._config, self._recipe = config, recipe
-        self._blocks = hadamard_blocks(config, recipe)
-        self._states = HiddenStates(config, recipe, embedding, texts, observe=self._observe)
+        self._blocks = hadamard_blocks(rank_config(config, tp_size), recipe)
+        self._states = HiddenStates(config, recipe, embedding, texts, self._observe, self._blocks)
         self._groups: dict[str, Group] = {}
         self._layer: dict[str, Tensor] = {}
         self._finished: dict[str, Tensor] = {}

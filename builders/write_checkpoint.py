@@ -12,6 +12,7 @@ from quasar_trt.builders.layer_quantizer import LayerQuantizer
 from quasar_trt.builders.progress import Advance
 from quasar_trt.builders.quantize import quantize_rows
 from quasar_trt.builders.rotate import rotate_layer, rotate_vocabulary, rotation
+from quasar_trt.builders.sharded_writer import ShardedWriter
 from quasar_trt.builders.tokenizer_files import write_json
 from quasar_trt.checkpoint import (
     EMBEDDING,
@@ -23,28 +24,33 @@ from quasar_trt.checkpoint import (
     checkpoint_spec,
 )
 from quasar_trt.recipe import Recipe
-from quasar_trt.tensorfile import FileRecord, TensorWriter
+from quasar_trt.tensorfile import FileRecord
 
 _ROWS = 8192  # of the vocabulary, quantized at a time
 
 
 def write_checkpoint(
-    source: Converter, recipe: Recipe, texts: Sequence[Sequence[int]], directory: Path, advance: Advance
-) -> tuple[FileRecord, LayerQuantizer | None]:
-    """Writes config.json and rank0.safetensors and reads their tables back. Calls `advance(1)` per layer.
+    source: Converter,
+    recipe: Recipe,
+    texts: Sequence[Sequence[int]],
+    directory: Path,
+    advance: Advance,
+    tp_size: int = 1,
+) -> tuple[dict[str, FileRecord], LayerQuantizer | None]:
+    """Writes config.json and each rank's file, and reads their tables back. Calls `advance(1)` per layer.
 
-    texts: calibration texts as ids; an unquantized recipe has no use for them. Returns the weight file's record, and the
-    quantizer with what it chose, or None. Raises QuasarError as it and `Converter` do.
+    texts: calibration texts as ids; an unquantized recipe has no use for them. Returns the files' records by path below the
+    engine directory, and the quantizer with what it chose, or None. Raises QuasarError as it and `Converter` do.
     """
     config = source.config
     directory.mkdir()
-    write_json(directory / "config.json", checkpoint_config(config, recipe))
+    write_json(directory / "config.json", checkpoint_config(config, recipe, tp_size))
     q = rotation(config.hidden_size) if recipe.rotate else None
     embedding = source[EMBEDDING] if q is None else rotate_vocabulary(source[EMBEDDING], q)
     embedding = embedding.to(torch.bfloat16)
-    quantizer = LayerQuantizer(config, recipe, embedding, texts) if recipe.quantized else None
+    quantizer = LayerQuantizer(config, recipe, embedding, texts, tp_size) if recipe.quantized else None
     spec = checkpoint_spec(config, recipe)
-    with TensorWriter(directory / "rank0.safetensors", spec) as writer:
+    with ShardedWriter(directory, config, recipe, tp_size) as writer:
         writer.write(EMBEDDING, embedding)
         for i in range(config.num_hidden_layers):
             layer = source.layer(i)
@@ -67,4 +73,4 @@ def write_checkpoint(
         else:
             writer.write(HEAD, head.to(torch.bfloat16))
     Checkpoint.open(directory)
-    return writer.record, quantizer
+    return writer.records, quantizer

@@ -19,7 +19,7 @@ from quasar_trt import __version__
 from quasar_trt.bench.options import BenchOptions
 from quasar_trt.cli_options import ENGINE, PATH, THREADS, Group, drafter_options, field_option, usage_message
 from quasar_trt.errors import QuasarError
-from quasar_trt.recipe import QUANTIZATIONS, Recipe
+from quasar_trt.recipe import QUANTIZATIONS, ROUNDINGS, Recipe
 from quasar_trt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ def cli():
     type=float,
     metavar="ALPHA",
 )
+@click.option("--rotate/--no-rotate", default=None, help="Rotate the model; on where the smoothing is searched.")
+@field_option(Recipe, "rounding", "Of weights; gptq where the smoothing is searched.", type=click.Choice(ROUNDINGS))
+@field_option(Recipe, "activations", "Bits of a quantized linear's input, 8 or 16; 8 by default.", type=int)
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Linears that stay in BF16; may be repeated.")
 @field_option(Recipe, "quantize_lm_head", "Store the head as INT8 too.", flag=True)
 @click.option(
     "--calib-dataset", type=PATH, metavar="FILE", help="Calibration text; without it the model writes its own."
@@ -57,12 +61,14 @@ def cli():
 @click.option("--calib-size", type=int, help="Calibration samples; 16 by default.")
 @click.option("--calib-max-seq-length", type=int, help="Tokens per calibration sample; 256 by default.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the text that the model writes itself.")
+@click.option("--tp-size", type=int, default=1, show_default=True, help="Ranks that the engine is for.")
 @click.option("--max-batch-size", type=int, default=16, show_default=True, help="Most requests per pass.")
 @click.option("--max-seq-len", type=int, help="Most tokens per sequence; the model's own limit by default.")
 @click.option(
     "--max-draft-len", type=int, default=16, show_default=True, help="Most draft tokens per request and pass."
 )
 @click.option("--trust-remote-code", is_flag=True, help="Run the tokenizer code that a checkpoint brings.")
+@click.option("--dry-run", is_flag=True, help="Only check the model and say what the build would take.")
 @click.option("--force", is_flag=True, help="Replace an existing output directory.")
 def build(model, output_dir, **options):
     """Build a model into an engine directory.

@@ -61,10 +61,13 @@ def _damaged(path: Path, why: str) -> QuasarError:
 
 
 def _is_group(group: object) -> bool:
+    """A group has an error; where it is smoothed, an exponent and a statistic."""
     return (
         isinstance(group, dict)
-        and all(isinstance(group.get(name), float | int) for name in ("alpha", "error"))
-        and isinstance(group.get("statistic"), str)
+        and isinstance(group.get("error"), float | int)
+        and isinstance(group.get("alpha"), float | int | None)
+        and isinstance(group.get("statistic"), str | None)
+        and (group.get("alpha") is None) == (group.get("statistic") is None)
     )
 
 
@@ -101,8 +104,12 @@ def _smoothing(groups: Mapping[str, Mapping]) -> dict[str, str]:
         kinds.setdefault(name.split(".", 3)[-1], []).append(group)
     facts = {}
     for kind, members in kinds.items():
-        alphas = [group["alpha"] for group in members]
-        statistics = Counter(group["statistic"] for group in members).most_common()
+        smoothed = [group for group in members if group["alpha"] is not None]
+        if not smoothed:
+            facts[kind] = "rotated, not smoothed"
+            continue
+        alphas = [group["alpha"] for group in smoothed]
+        statistics = Counter(group["statistic"] for group in smoothed).most_common()
         chosen = ", ".join(f"{statistic} {count}" for statistic, count in statistics)
         facts[kind] = f"alpha {median(alphas):g} ({min(alphas):g} to {max(alphas):g}), {chosen}"
     return facts

@@ -80,6 +80,7 @@ class ReferenceModel:
         (another dtype than `dtype` is converted at every use: give FP32 where speed matters more than memory).
     observe: called as observe(name, x) with the float input x [rows, in_features] of every linear of the layers before it
         is quantized; name is the checkpoint name without ".weight".
+    blocks: columns of Hadamard blocks as `hadamard_blocks` gives them, the configuration's own when None.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class ReferenceModel:
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype = torch.float32,
         observe: Observe | None = None,
+        blocks: Mapping[str, int] | None = None,
     ):
         self.config = config
         self.recipe = recipe
@@ -96,7 +98,7 @@ class ReferenceModel:
         self.observe = observe
         self.tensors = tensors
         self.device = next(iter(tensors.values())).device
-        self._blocks = hadamard_blocks(config, recipe)
+        self._blocks = hadamard_blocks(config, recipe) if blocks is None else blocks
         self._head_norms = bool(architecture_of(config).head_norms)
         self._cos = self._sin = torch.empty(0, config.head_size // 2, device=self.device)
 
