@@ -67,9 +67,8 @@ def shard(name: str, tensor: Tensor, config: ModelConfig, tp_size: int, rank: in
     stem, _, kind = name.rpartition(".")
     dim = 1 if kind == "per_channel_scale" else 0  # where the output rows are
     if f"{stem}.weight" == HEAD:
-        return _padded_part(
-            tensor, dim, rank_config(config, tp_size).logits_size, rank, 0.0 if kind == "weight" else 1.0
-        )
+        size = rank_config(config, tp_size).logits_size
+        return _padded_part(tensor, dim, size, rank, filler=0 if kind == "weight" else 1)
     linears = {linear.name: linear for linear in architecture_of(config).linears}
     linear = linears.get(stem.split(".", 3)[-1])
     if linear is None:  # embedding and norms
@@ -80,10 +79,10 @@ def shard(name: str, tensor: Tensor, config: ModelConfig, tp_size: int, rank: in
     return torch.cat([part.chunk(tp_size, dim)[rank] for part in parts], dim)
 
 
-def _padded_part(tensor: Tensor, dim: int, size: int, rank: int, filler: float) -> Tensor:
-    """Part `rank` of the parts of `size` along `dim`, where the tensor ends before the last part does, `filler`."""
+def _padded_part(tensor: Tensor, dim: int, size: int, rank: int, filler: int) -> Tensor:
+    """Part `rank` of the parts of `size` along `dim`; beyond the end of the tensor they hold `filler`."""
     begin = min(rank * size, tensor.shape[dim])
     part = tensor.narrow(dim, begin, min(size, tensor.shape[dim] - begin))
     missing = list(part.shape)
     missing[dim] = size - part.shape[dim]
-    return torch.cat([part, part.new_full(missing, filler)], dim)
+    return torch.cat([part, part.new_full(missing, filler)], dim) if missing[dim] else part

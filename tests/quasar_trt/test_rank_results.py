@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
-import torch
 from ranks import RECIPES, SIZES, forward, shards
 from tiny import MODELS, random_ids, tiny_checkpoint
 from torch import Tensor
 
 from quasar_trt.architectures import hadamard_blocks
-from quasar_trt.checkpoint import checkpoint_spec
 from quasar_trt.engines.reference import ReferenceModel
-from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import Recipe
 from quasar_trt.tensor_parallel import rank_config
-
-
-def quantized(name: str) -> tuple[ModelConfig, Recipe, dict[str, Tensor]]:
-    """A checkpoint of one of RECIPES; the weights of linears that stay in BF16 are the source's."""
-    recipe = RECIPES[name]
-    config, _, tensors = tiny_checkpoint(0, dataclasses.replace(recipe, exclude=()), **SIZES)
-    source = tiny_checkpoint(0, **SIZES)[2]
-    spec = checkpoint_spec(config, recipe)
-    kept = {name: source[name] for name in spec if spec[name].dtype == "BF16" and tensors[name].dtype == torch.int8}
-    return config, recipe, {name: kept.get(name, tensors[name]) for name in spec}
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -48,7 +33,7 @@ def test_ranks_of_bf16_weights_compute_what_the_whole_model_computes(architectur
 def test_ranks_of_int8_weights_differ_by_how_they_round_activations(recipe, tp_size):
     """A rank's scale of a row is of its own columns alone, so ranks round to other codes than one process: by 5 % of the logits
     with 8 bits, which is what any rounding changes in so small a model, by 256 times less with 16. Without rounding nothing differs."""
-    config, chosen, tensors = quantized(recipe)
+    config, chosen, tensors = tiny_checkpoint(0, RECIPES[recipe], **SIZES)
     ids, rank = random_ids(config, 40), rank_config(config, tp_size)
     blocks = hadamard_blocks(rank, chosen)
     parts = shards(config, tensors, tp_size)
@@ -61,7 +46,7 @@ def test_ranks_of_int8_weights_differ_by_how_they_round_activations(recipe, tp_s
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_emulation_with_one_rank_is_the_reference_model(recipe):
     """Up to codes of activations at a tie, which may round either way."""
-    config, chosen, tensors = quantized(recipe)
+    config, chosen, tensors = tiny_checkpoint(0, RECIPES[recipe], **SIZES)
     ids = random_ids(config, 40)
     found = forward(config, chosen, shards(config, tensors, 1), hadamard_blocks(config, chosen), ids)
     assert relative_error(found, ReferenceModel(config, chosen, tensors)(ids)) <= (0.01 if chosen.quantized else 1e-5)
