@@ -54,5 +54,7 @@ def test_a_value_that_is_not_finite_is_refused_when_it_is_read(value, tmp_path):
     model.model.layers[1].self_attn.k_proj.weight.data[3, 5] = value
     converter = Converter(open_source(str(save_hf(model, tmp_path))))
     converter.layer(0)
-    with pytest.raises(QuasarError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight has values that are NaN or inf"):
+    with pytest.raises(
+        QuasarError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight has values that are NaN or inf"
+    ):
         converter.layer(1)
