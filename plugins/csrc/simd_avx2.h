@@ -23,6 +23,14 @@ inline F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_
 inline F max(F a, F b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 inline F min(F a, F b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
 
+// Lane i gets lane i ^ H.
+template <int H>
+inline F swap_lanes(F a) {
+  if constexpr (H == 8) return {a.hi, a.lo};
+  else if constexpr (H == 4) return {_mm256_permute2f128_ps(a.lo, a.lo, 0x01), _mm256_permute2f128_ps(a.hi, a.hi, 0x01)};
+  else return {_mm256_permute_ps(a.lo, H == 2 ? 0x4e : 0xb1), _mm256_permute_ps(a.hi, H == 2 ? 0x4e : 0xb1)};
+}
+
 inline I set1(int32_t x) { const __m256i v = _mm256_set1_epi32(x); return {v, v}; }
 inline I add(I a, I b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 inline I max(I a, I b) { return {_mm256_max_epi32(a.lo, b.lo), _mm256_max_epi32(a.hi, b.hi)}; }

@@ -23,6 +23,14 @@ inline F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
 
+// Lane i gets lane i ^ H.
+template <int H>
+inline F swap_lanes(F a) {
+  if constexpr (H == 8) return {_mm512_shuffle_f32x4(a.v, a.v, 0x4e)};
+  else if constexpr (H == 4) return {_mm512_shuffle_f32x4(a.v, a.v, 0xb1)};
+  else return {_mm512_permute_ps(a.v, H == 2 ? 0x4e : 0xb1)};
+}
+
 inline I set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline I add(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline I max(I a, I b) { return {_mm512_max_epi32(a.v, b.v)}; }

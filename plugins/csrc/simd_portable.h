@@ -23,6 +23,10 @@ inline F fma(F a, F b, F c) { QUASAR_LANES a.v[i] = std::fma(a.v[i], b.v[i], c.v
 inline F max(F a, F b) { QUASAR_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 inline F min(F a, F b) { QUASAR_LANES a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
 
+// Lane i gets lane i ^ H.
+template <int H>
+inline F swap_lanes(F a) { F r; QUASAR_LANES r.v[i] = a.v[i ^ H]; return r; }
+
 inline I set1(int32_t x) { I r; QUASAR_LANES r.v[i] = x; return r; }
 inline I add(I a, I b) { QUASAR_LANES a.v[i] += b.v[i]; return a; }
 inline I max(I a, I b) { QUASAR_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }

@@ -25,6 +25,7 @@ from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins import reference as ops
 from quasar_trt.recipe import Recipe
 from quasar_trt.rope import rope_tables
+from quasar_trt.tensor_parallel import refuse_several_ranks
 from quasar_trt.tensorfile import map_tensors
 
 Observe = Callable[[str, Tensor], None]
@@ -239,12 +240,13 @@ class ReferenceEngine(Engine):
         kv_dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cpu",
     ) -> ReferenceEngine:
-        """Opens the checkpoint inside an engine directory. Raises QuasarError when it is not whole."""
-        limits = Manifest.open(engine_dir).limits
+        """Opens the checkpoint inside an engine directory. Raises QuasarError when it is not whole, or has several ranks."""
+        manifest = Manifest.open(engine_dir)
+        refuse_several_ranks(engine_dir, manifest.tp_size)
         checkpoint = Checkpoint.open(Path(engine_dir) / "checkpoint")
-        tensors = {name: tensor.to(device) for name, tensor in load_tensors(checkpoint.path).items()}
+        tensors = {name: tensor.to(device) for name, tensor in load_tensors(checkpoint.paths[0]).items()}
         model = ReferenceModel(checkpoint.config, checkpoint.recipe, tensors)
-        return cls(model, max_seq_len=limits.max_seq_len, max_rows=max_rows, kv_dtype=kv_dtype)
+        return cls(model, max_seq_len=manifest.limits.max_seq_len, max_rows=max_rows, kv_dtype=kv_dtype)
 
     def open(self) -> int:
         handle = next(self._handles)
