@@ -59,7 +59,7 @@ def test_a_file_is_the_same_source_as_the_hugging_face_directory(tmp_path, archi
     named = "LlamaForCausalLM" if architecture == "MistralForCausalLM" else architecture  # files of either say "llama"
     expected = original.config.to_dict() | {"architecture": named, "norm_epsilon": pytest.approx(1e-5)}
     assert expected == source.config.to_dict()
-    found, tensors = Converter(source).whole(), Converter(original).whole()
+    found, tensors = dict(Converter(source)), dict(Converter(original))
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor.float()), name
@@ -71,7 +71,7 @@ def test_biases_are_found_and_permuted(tmp_path):
     source = open_source(str(write_gguf(tmp_path / "m.gguf", model)))
     assert (source.config.qkv_bias, source.config.dense_bias, source.config.mlp_bias) == (True, True, False)
     expected = checkpoint_tensors(model)[1]["transformer.layers.1.attention.qkv.bias"]
-    assert torch.equal(Converter(source).whole()["transformer.layers.1.attention.qkv.bias"], expected.float())
+    assert torch.equal(dict(Converter(source))["transformer.layers.1.attention.qkv.bias"], expected.float())
 
 
 def test_blocks_are_dequantized_and_the_notice_names_them(tmp_path):
