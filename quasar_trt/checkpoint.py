@@ -13,6 +13,7 @@ from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import SMOOTHQUANT, Recipe
 from quasar_trt.rope import rope_type
+from quasar_trt.tensor_parallel import rank_config
 from quasar_trt.tensorfile import TensorSpec, read_header
 
 LAYER_PREFIX = "transformer.layers.{i}."
@@ -50,7 +51,10 @@ def check_exclusions(config: ModelConfig, recipe: Recipe) -> None:
 
 
 def checkpoint_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec]:
-    """Every tensor of rank 0's file, in writing order. Raises QuasarError as `check_exclusions` does."""
+    """Every tensor of a checkpoint file, in writing order: of the whole model, or of each rank for `rank_config`.
+
+    Raises QuasarError as `check_exclusions` does.
+    """
     check_exclusions(config, recipe)
     architecture = architecture_of(config)
     spec = {EMBEDDING: TensorSpec("BF16", (config.vocab_size, config.hidden_size))}
@@ -73,15 +77,19 @@ def checkpoint_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec
             if linear.bias(config):
                 spec[f"{name}.bias"] = TensorSpec("BF16", (rows,))
     spec[FINAL_NORM] = TensorSpec("BF16", (config.hidden_size,))
-    shape = (config.vocab_size, config.hidden_size)
+    shape = (config.logits_size, config.hidden_size)
     spec[HEAD] = TensorSpec("I8" if recipe.quantize_lm_head else "BF16", shape)
     if recipe.quantize_lm_head:
-        spec["lm_head.per_channel_scale"] = TensorSpec("F32", (1, config.vocab_size))
+        spec["lm_head.per_channel_scale"] = TensorSpec("F32", (1, config.logits_size))
     return spec
 
 
-def checkpoint_config(config: ModelConfig, recipe: Recipe) -> dict:
-    """config.json of the checkpoint: TensorRT-LLM's PretrainedConfig, our extras under the one key `quasar`."""
+def checkpoint_config(config: ModelConfig, recipe: Recipe, tp_size: int = 1) -> dict:
+    """config.json of the checkpoint: TensorRT-LLM's PretrainedConfig, our extras under the one key `quasar`.
+
+    All sizes are the whole model's; only the Hadamard blocks are those of a rank, whose columns they divide.
+    Raises QuasarError for a tp_size that does not divide the model.
+    """
     # Stock modules have one switch for the biases of qkv and of the attention output, and another YaRN.
     architecture = architecture_of(config)
     stock = config.qkv_bias == config.dense_bias and rope_type(config.rotary_scaling) != "yarn"
@@ -108,7 +116,7 @@ def checkpoint_config(config: ModelConfig, recipe: Recipe) -> dict:
         "mlp_bias": config.mlp_bias,
         "qk_layernorm": bool(architecture.head_norms),
         "use_parallel_embedding": False,
-        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
+        "mapping": {"world_size": tp_size, "tp_size": tp_size, "pp_size": 1},
         "quantization": {
             "quant_algo": "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN" if recipe.quantized else None,
             "kv_cache_quant_algo": None,
@@ -119,7 +127,7 @@ def checkpoint_config(config: ModelConfig, recipe: Recipe) -> dict:
         "quasar": {
             "model": config.to_dict(),
             "recipe": recipe.to_dict(),
-            "hadamard_blocks": hadamard_blocks(config, recipe),
+            "hadamard_blocks": hadamard_blocks(rank_config(config, tp_size), recipe),
         },
     }
 
@@ -154,20 +162,23 @@ def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, Tensor
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A validated checkpoint directory; `path` is its rank-0 safetensors file."""
+    """A validated checkpoint directory; `config` is the whole model's."""
 
+    directory: Path
     config: ModelConfig
     recipe: Recipe
-    path: Path
+    tp_size: int
 
     @classmethod
     def open(cls, directory: Path) -> Checkpoint:
-        """Reads config.json and the tensor table (not the data). Raises QuasarError on any mismatch."""
+        """Reads config.json and every rank's tensor table (not the data). Raises QuasarError on any mismatch."""
         described = directory / "config.json"
         try:
-            extras = json.loads(described.read_text(encoding="utf-8"))["quasar"]
+            values = json.loads(described.read_text(encoding="utf-8"))
+            extras, tp_size = values["quasar"], values["mapping"]["tp_size"]
             config, recipe = ModelConfig.from_dict(extras["model"]), Recipe.from_dict(extras["recipe"])
-            spec = checkpoint_spec(config, recipe)
+            rank = rank_config(config, tp_size)
+            spec = checkpoint_spec(rank, recipe)
             blocks = extras["hadamard_blocks"]
         except OSError as error:
             raise QuasarError(f"cannot read {described}: {error.strerror}") from None
@@ -175,8 +186,14 @@ class Checkpoint:
             raise QuasarError(f"{described}: {error}") from None
         except (ValueError, KeyError, TypeError) as error:
             raise QuasarError(f"{described} is not a checkpoint of this product ({error})") from None
-        check_hadamard_blocks(blocks, config, recipe, str(described))
-        path = directory / "rank0.safetensors"
-        found, _, _, _ = read_header(path)
-        check_tensors(found, spec, str(path))
-        return cls(config, recipe, path)
+        check_hadamard_blocks(blocks, rank, recipe, str(described))
+        checkpoint = cls(directory, config, recipe, tp_size)
+        for path in checkpoint.paths:
+            found, _, _, _ = read_header(path)
+            check_tensors(found, spec, str(path))
+        return checkpoint
+
+    @property
+    def paths(self) -> list[Path]:
+        """The safetensors file of each rank."""
+        return [self.directory / f"rank{rank}.safetensors" for rank in range(self.tp_size)]

@@ -1,4 +1,4 @@
-"""The native CPU engine: runs a decoder pass from the packed, memory-mapped `rank0.engine` in one native call.
+"""The native CPU engine: runs a decoder pass from the packed, memory-mapped `rank{r}.engine` in one native call.
 
 Values are rounded to BF16 in two places only: the weights (as built) and the keys and values in the cache. Logits are
 float32. Row invariance holds bit for bit: a row's logits do not depend on the rows, sequences, threads or prefill chunks
@@ -23,6 +23,7 @@ from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins import native
 from quasar_trt.recipe import Recipe
 from quasar_trt.rope import rope_tables
+from quasar_trt.tensor_parallel import refuse_several_ranks
 from quasar_trt.tensorfile import map_tensors, read_header
 
 MAX_ROWS = 256
@@ -37,7 +38,7 @@ class CpuEngine(Engine):
         """Maps `path`, a `rank0.engine`.
 
         threads: native threads, default all cores of the process. isa: one of `native.isa_names()`, "" for the best here.
-        Raises QuasarError for a file of another layout or a machine without the native extension.
+        Raises QuasarError for a file of another layout or of one of several ranks, or a machine without the native extension.
         """
         if native.UNAVAILABLE:
             raise QuasarError(f"engine 'cpu' cannot run: {native.UNAVAILABLE}")
@@ -47,6 +48,7 @@ class CpuEngine(Engine):
         if threads < 1:
             raise QuasarError(f"threads is {threads}; allowed: 1 or more")
         self.config, self.recipe = _read_description(path)
+        refuse_several_ranks(path, self.config.tp_size)
         self.max_seq_len = max_seq_len
         self.threads = threads
         self.isa = isa or native.isa_names()[0]

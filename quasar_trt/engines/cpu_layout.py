@@ -1,4 +1,4 @@
-"""The packed weight file of the CPU target, `rank0.engine`: which tensors it holds and how each is laid out.
+"""The packed weight file of the CPU target, `rank{r}.engine`: which tensors it holds and how each is laid out.
 
 Weights are packed as `quasar_trt.plugins.packing` says. Gate and up projection are one linear, `mlp.fc_gate`, whose blocks alternate (fc, gate, fc,
 gate, ...): whoever computes a block of the gate has the matching block of the up projection at hand for silu(gate) * up.
@@ -17,9 +17,9 @@ LAYOUT_VERSION = "1"
 
 
 def packed_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec]:
-    """Every tensor of `rank0.engine`, in writing order. The embedding, whose size need not be aligned, comes last.
+    """Every tensor of a packed file, in writing order: of the whole model, or of each rank for `rank_config`.
 
-    Raises QuasarError as `check_exclusions` does.
+    The embedding, whose size need not be aligned, comes last. Raises QuasarError as `check_exclusions` does.
     """
     check_exclusions(config, recipe)
     spec: dict[str, TensorSpec] = {}
@@ -51,6 +51,6 @@ def packed_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec]:
             quantized = recipe.quantizes(prefix + part.name)
             linear(prefix + name, n, part.in_features(config), part.bias(config), part.norm is None, quantized)
     vector("transformer.ln_f.weight", config.hidden_size)
-    linear("lm_head", config.vocab_size, config.hidden_size, False, False, recipe.quantize_lm_head)
+    linear("lm_head", config.logits_size, config.hidden_size, False, False, recipe.quantize_lm_head)
     spec[EMBEDDING] = TensorSpec("BF16", (config.vocab_size, config.hidden_size))
     return spec
