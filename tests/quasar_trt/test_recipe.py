@@ -35,7 +35,7 @@ def test_smoothing_is_searched_unless_said_otherwise_and_absent_without_quantiza
         (Recipe(), True, "gptq", 8),
         (Recipe(smoothquant=0.5), False, "nearest", 8),
         (Recipe(rotate=False, activations=16), False, "gptq", 16),
-        (Recipe("none"), False, None, None),
+        (Recipe("none"), None, None, None),
     ],
 )
 def test_what_a_recipe_leaves_open_follows_from_how_it_smooths(recipe, rotate, rounding, activations):
