@@ -19,8 +19,8 @@ class DraftLengths:
     in all, the k likeliest are therefore the best, whichever requests they belong to; each draft's own go in order, because
     the product only falls. What k tokens give divided by what k more rows cost then decides k; it may be 0.
 
-    What does not seem to pay is still tried at times, lest a cost that was once measured too high stays so; this takes at
-    most 0.5 % of the time.
+    Longer drafts than seem to pay are still tried at times, lest a cost that was once measured too high stays so; this
+    takes at most 0.5 % of the time.
 
     cost: None verifies all that there are rows for.
     """
@@ -50,7 +50,7 @@ class DraftLengths:
         return lengths
 
     def _best_count(self, ranked: list[tuple[float, int, int]], num_committed: int, num_emitting: int) -> int:
-        """How many of the ranked tokens to verify."""
+        """How many of the ranked tokens to verify: those that pay, and a few at times that do not."""
         cost = self._cost.seconds
         base = cost(num_emitting)
         plain = cost(num_committed)
@@ -61,15 +61,17 @@ class DraftLengths:
             rate = expected / (base + cost(num_committed + more) - plain)
             if rate > best:
                 best, count = rate, more
-        return count or self._trial_count(len(ranked), num_committed)
+        return count + self._num_tried(len(ranked) - count, num_committed + count)
 
-    def _trial_count(self, most: int, num_committed: int) -> int:
-        """How many tokens to try where none pays: mostly 0, else 1, 2, 3 ... up to `most` in turn."""
-        plain = self._cost.seconds(num_committed)
-        largest = self._cost.seconds(num_committed + most) - plain
-        self._trial_seconds = min(self._trial_seconds + _TRIAL_SHARE * plain, largest)
+    def _num_tried(self, most: int, num_rows: int) -> int:
+        """How many tokens to try besides those that pay: mostly 0, else 1, 2, 3 ... up to `most` in turn."""
+        if not most:
+            return 0
+        seconds = self._cost.seconds(num_rows)
+        largest = self._cost.seconds(num_rows + most) - seconds
+        self._trial_seconds = min(self._trial_seconds + _TRIAL_SHARE * seconds, largest)
         count = 1 + self._num_trials % most
-        extra = self._cost.seconds(num_committed + count) - plain
+        extra = self._cost.seconds(num_rows + count) - seconds
         if extra > self._trial_seconds:
             return 0
         self._trial_seconds -= extra

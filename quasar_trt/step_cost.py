@@ -15,13 +15,13 @@ from quasar_trt.drafters.base import Draft
 from quasar_trt.engines.base import Acceptance, Engine, SequenceStep
 
 _ROUNDS = 4  # times that each number of rows is measured; the fastest counts
-_SECONDS = 0.5  # no measurement begins later than this, except the first of those that everything else is inferred from
+_SECONDS = 0.5  # no measurement begins later than this, except the first two of those that the others are inferred from
 _NEEDED = (1, 2, 3, 5, 9, 17)  # rows
 _BEYOND = (24, 32, 48, 64)  # rows; a pass of more is taken to go on growing at the same rate
 
 # While running, an observed pass moves the level of all costs by this share of its deviation, and its own entry by a
 # smaller one; a deviation beyond the bound counts as the bound, so that a pass that was interrupted moves little.
-_LEVEL_RATE, _ENTRY_RATE, _LARGEST_DEVIATION = 0.1, 0.02, 0.25
+_LEVEL_RATE, _ENTRY_RATE, _LARGEST_DEVIATION = 0.1, 0.05, 0.5
 
 
 class StepCost:
@@ -66,18 +66,20 @@ class StepCost:
         """The costs measured earlier under the same `names`, else those measured now and kept for the next time.
 
         names: all that the costs depend on. They are kept in the user's cache directory; where it cannot be read or
-        written, or holds something else, they are measured each time.
+        written or holds something else, or while the machine is too busy to measure anything, they are measured each time.
         """
         path = _cache_path(names)
         measured = _read(path)
         if measured is None:
-            measured = measure(engine, max_draft_len)
-            _write(path, measured)
+            measured, steady = measure(engine, max_draft_len)
+            if steady:
+                _write(path, measured)
         return cls(measured)
 
 
-def measure(engine: Engine, max_draft_len: int) -> dict[int, float]:
-    """Rows -> seconds of the fastest of several passes of an empty sequence with so many rows, all of which are scored.
+def measure(engine: Engine, max_draft_len: int) -> tuple[dict[int, float], bool]:
+    """Rows -> seconds of the fastest of several passes of an empty sequence with so many rows, all of which are scored;
+    and whether they are steady: of most numbers of rows the two fastest passes differ by less than a tenth.
 
     Up to max_draft_len + 1 rows one by one, and some beyond, as far as the engine's limits allow. The passes of different
     numbers of rows alternate, so that a disturbance does not meet one of them alone. A slow engine is measured less often,
@@ -85,21 +87,24 @@ def measure(engine: Engine, max_draft_len: int) -> dict[int, float]:
     """
     largest = min(engine.capabilities.max_rows, engine.max_seq_len)
     wanted = {rows for rows in (*range(1, max_draft_len + 2), *_NEEDED, *_BEYOND) if rows <= largest}
-    measured: dict[int, float] = {}
+    times: dict[int, list[float]] = {rows: [] for rows in wanted}
     sequence = engine.open()
     try:
         deadline = perf_counter() + _SECONDS
         for _ in range(_ROUNDS):
             for rows in sorted(wanted, key=lambda rows: (rows not in _NEEDED, rows)):
                 began = perf_counter()
-                if began > deadline and not (rows in _NEEDED and rows not in measured):
+                if began > deadline and (rows not in _NEEDED or len(times[rows]) >= 2):
                     continue
                 engine.step([SequenceStep(sequence, [0], Draft((0,) * (rows - 1)))], _accept_nothing)
-                measured[rows] = min(perf_counter() - began, measured.get(rows, math.inf))
+                times[rows].append(perf_counter() - began)
                 engine.truncate(sequence, 0)
     finally:
         engine.close(sequence)
-    return measured
+    fastest = {rows: sorted(seconds) for rows, seconds in times.items() if seconds}
+    repeated = [seconds for seconds in fastest.values() if len(seconds) > 1]
+    num_steady = sum(second < 1.1 * first for first, second, *_ in repeated)
+    return {rows: seconds[0] for rows, seconds in fastest.items()}, 2 * num_steady > len(repeated)
 
 
 def _accept_nothing(_index: int, _logits: object) -> Acceptance:

@@ -14,6 +14,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory):
+    """What runners keep in the user's cache directory stays out of it, in processes that tests start too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     import torch
 

@@ -96,7 +96,10 @@ class SuffixAutomaton:
         if len(after) == 1:
             evidence = _ONCE if count == 1 else _TWICE if count == 2 else _OFTEN
         else:
-            evidence = _MOSTLY if 2 * count >= self._count[state] else _SOMETIMES
+            num_followed = self._count[state] - (
+                state == self.link[self.last]
+            )  # nothing follows the end of the text yet
+            evidence = _MOSTLY if 2 * count > num_followed else _SOMETIMES
         return token, _LENGTHS[length if length < 9 else 9] * NUM_EVIDENCES + evidence, target
 
     def follow(self, state: int, length: int, limit: int) -> tuple[list[int], list[int]]:

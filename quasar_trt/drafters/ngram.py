@@ -49,7 +49,8 @@ class _Index:
         self._sizes = range(options.prompt_lookup_max, options.prompt_lookup_min - 1, -1)
         self._followers: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in self._sizes}
         self._num_indexed = 0  # n-grams that end before this position are in
-        self._found: tuple[int, int, int] | None = None  # length of the context when `find` last found one, start, n
+        # A match that is being compared with what comes: its start, its n, where it was found, how many tokens were right.
+        self._watched: tuple[int, int, int, int] | None = None
 
     def find(self) -> tuple[int, int] | None:
         """(start, n): the position after the most recent earlier occurrence of the longest suffix that has one, its n."""
@@ -60,24 +61,32 @@ class _Index:
                 if end + 1 >= n:
                     followers[tuple(context[end + 1 - n : end + 1])] = end + 1
         self._num_indexed = max(self._num_indexed, last)
-        self._found = None
         for n, followers in self._followers.items():  # longest first
             start = followers.get(tuple(context[-n:]))
             if start is not None:
-                self._found = len(context), start, n
+                self._watched = self._watched or (start, n, len(context), 0)
                 return start, n
         return None
 
     def learn(self, estimates: AcceptanceEstimates) -> None:
-        """Compares what was last found with what the context has gained since, up to the first difference."""
-        if self._found is None:
+        """Compares what was found with what the context has gained since, up to the first difference.
+
+        One match at a time is watched, over several steps if need be: whether its later tokens were right does not depend
+        on how many of them were drafted.
+        """
+        if self._watched is None:
             return
-        position, start, n = self._found
-        for depth in range(min(len(self._context) - position, position - start)):
+        start, n, position, depth = self._watched
+        self._watched = None
+        while depth < min(_DEPTHS, position - start):  # a draft ends where the context ended
+            if position + depth == len(self._context):
+                self._watched = start, n, position, depth
+                return
             right = self._context[position + depth] == self._context[start + depth]
             estimates.count(_kind(n, depth), right)
             if not right:
-                break
+                return
+            depth += 1
 
 
 def _kind(n: int, depth: int) -> int:
