@@ -8,11 +8,10 @@ from __future__ import annotations
 
 _COUNTED_LINKS = 8  # states per token whose followers are counted, longest substrings first
 
-# Kinds of followers, for estimates of their acceptance: by length of the match x by what followed before.
-_LENGTHS = (0, 0, 1, 2, 3, 3, 4, 4, 4, 5)  # length of the match -> its class; the last one is "or more"
-_ONCE, _TWICE, _OFTEN, _MOSTLY, _SOMETIMES = range(
-    5
-)  # the same one, time and again; or at least half of the times; or less
+# Kinds of followers, for estimates of their acceptance: classes of the match's length, the last one open, by what followed
+# it before: always the same token, or this one more than half of the times, or less.
+_LENGTHS = (0, 0, 1, 2, 3, 3, 4, 4, 4, 5)
+_ONCE, _TWICE, _OFTEN, _MOSTLY, _SOMETIMES = range(5)
 NUM_EVIDENCES = 5
 NUM_KINDS = (_LENGTHS[-1] + 1) * NUM_EVIDENCES
 
@@ -55,9 +54,7 @@ class SuffixAutomaton:
         if state == -1:
             return
         target = followers[state][token]
-        if (
-            length[state] + 1 < length[target]
-        ):  # the shorter substrings of `target` now end here too, its longer ones do not
+        if length[state] + 1 < length[target]:  # only the shorter substrings of `target` end here too: they part
             shorter = len(link)
             self._add_state(followers[target].copy(), link[target], length[state] + 1, best[target], count[target])
             link[target] = shorter
@@ -96,9 +93,8 @@ class SuffixAutomaton:
         if len(after) == 1:
             evidence = _ONCE if count == 1 else _TWICE if count == 2 else _OFTEN
         else:
-            num_followed = self._count[state] - (
-                state == self.link[self.last]
-            )  # nothing follows the end of the text yet
+            unfollowed = state == self.link[self.last]  # it is at the end of the text too
+            num_followed = self._count[state] - unfollowed
             evidence = _MOSTLY if 2 * count > num_followed else _SOMETIMES
         return token, _LENGTHS[length if length < 9 else 9] * NUM_EVIDENCES + evidence, target
 
