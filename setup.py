@@ -68,16 +68,24 @@ def native_extension():
 
 EXTRAS = {
     "gguf": ["gguf>=0.10"],
+    "sentencepiece": ["protobuf>=4.21"],
     "mpi": ["mpi4py>=4"],
     "triton": ["triton>=3.5"],
     "tensorrt": ["tensorrt>=10.15"],
     "tensorrt-rtx": ["tensorrt-rtx==1.7.1.116"],
     "tensorrt-llm": ["tensorrt-llm==1.2.1"],
     "serve": ["fastapi>=0.110", "uvicorn>=0.29", "prometheus-client>=0.20"],
-    "bench": ["matplotlib>=3.8"],
+    "plot": ["matplotlib>=3.8"],
     "eval": ["lm-eval>=0.4.5"],
 }
-EXTRAS["test"] = [*EXTRAS["gguf"], "pytest>=8", "ruff>=0.9"]
+EXTRAS["test"] = [
+    *EXTRAS["gguf"],
+    *EXTRAS["plot"],
+    *EXTRAS["sentencepiece"],
+    "sentencepiece>=0.2",
+    "pytest>=8",
+    "ruff>=0.9",
+]
 
 setup(
     name="quasar-trt",
@@ -100,6 +108,7 @@ setup(
         "quasar_trt.builders": "builders",
         "quasar_trt.plugins": "plugins",
     },
+    package_data={"quasar_trt.builders": ["data/*.txt"]},
     install_requires=[
         "numpy>=1.24",
         "torch>=2.4",

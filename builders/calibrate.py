@@ -1,45 +1,99 @@
-"""Calibration: the largest |x| of every input channel of every linear, and the texts of a given file."""
+"""The texts that a model is calibrated on, and others to measure it on."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
+import numpy as np
 
+from quasar_trt.builders.convert import Converter
+from quasar_trt.builders.progress import Stages
+from quasar_trt.builders.self_text import new_texts, source_engine, write
+from quasar_trt.builders.source import Source
+from quasar_trt.checkpoint import checkpoint_spec
 from quasar_trt.errors import QuasarError
+from quasar_trt.model_config import ModelConfig
+from quasar_trt.recipe import Recipe
 from quasar_trt.tokenizer import encode
 
+CALIB_SIZE, CALIB_MAX_SEQ_LENGTH = 16, 256
+
+_OWN_TEXT = Path(__file__).parent / "data" / "calibration.txt"
+# A model of more BF16 bytes reads the text of the package: writing takes a pass over all weights per token.
+_WRITES_ITSELF = 4_000_000_000
+# Fidelity is measured on text from this many seeds further on, which calibration cannot have seen.
+_UNSEEN_SEED = 1_000_003
+_UNSEEN_SAMPLES, _UNSEEN_LENGTH = 8, 128
 _FIELDS = ("text", "prompt", "turns")
-_OUTLIER = 20.0  # a channel this many times the linear's median channel is worth reporting
 
 
-class ChannelMaxima:
-    """Observer of a `ReferenceModel`: linear name -> max|x| per input channel, float32 [in_features].
+@dataclass(frozen=True)
+class Calibration:
+    """What the user asks for: a file or None, how many samples, tokens of each, the seed of what the model writes itself."""
 
-    Raises QuasarError naming the first linear whose input is not finite.
+    dataset: Path | None
+    size: int
+    length: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids of the calibration texts and where they are from; those of texts to measure fidelity on, of another seed."""
+
+    calibration: list[list[int]] = field(default_factory=list)
+    origin: str = ""
+    unseen: list[list[int]] = field(default_factory=list)
+    unseen_seed: int = 0
+
+
+def writes_itself(config: ModelConfig) -> bool:
+    """Whether the model is small enough to write its own texts."""
+    return sum(spec.nbytes for spec in checkpoint_spec(config, Recipe("none")).values()) <= _WRITES_ITSELF
+
+
+def calibration_texts(
+    source: Source, tokenizer, recipe: Recipe, wanted: Calibration, longest: int, scratch: Path, stages: Stages
+) -> Texts:
+    """The texts of one build, all that the model writes in one batch.
+
+    tokenizer: None where the source has none. longest: the most tokens that the model allows. scratch: for a temporary file.
+    Raises QuasarError for a calibration file that gives nothing, and without a tokenizer for any.
     """
+    given, origin = [], "self-generated"
+    if wanted.dataset is not None:
+        if tokenizer is None:
+            raise QuasarError(
+                f"calib_dataset {wanted.dataset} needs a tokenizer, and {source.path} has none; leave it out"
+            )
+        given, origin = dataset_ids(Path(wanted.dataset), tokenizer, wanted.size, wanted.length), str(wanted.dataset)
+        if len(given) < wanted.size:
+            source.notices.append(
+                f"calibration file {wanted.dataset} has {len(given)} usable texts, {wanted.size} were requested"
+            )
+    if not writes_itself(source.config):
+        if recipe.quantized and not given:
+            given, origin = _own_text(source.config.vocab_size, tokenizer, wanted)
+        return Texts(given, origin)
+    size = wanted.size if recipe.quantized and not given else 0
+    unseen_seed = wanted.seed + _UNSEEN_SEED
+    texts = new_texts(tokenizer, source.config.vocab_size, size, wanted.length, wanted.seed)
+    texts += new_texts(tokenizer, source.config.vocab_size, _UNSEEN_SAMPLES, min(_UNSEEN_LENGTH, longest), unseen_seed)
+    steps = max(text.length for text in texts)
+    with source_engine(Converter(source), steps, scratch) as engine:
+        write(engine, texts, stages.stage("Writing text", steps))
+    ids = [text.ids for text in texts]
+    return Texts(given or ids[:size], origin, ids[size:], unseen_seed)
 
-    def __init__(self):
-        self.maxima: dict[str, torch.Tensor] = {}
-        self.rows = 0  # rows seen, counted at the first linear
 
-    def __call__(self, name: str, x: torch.Tensor) -> None:
-        largest = x.abs().amax(dim=0).float()
-        if not largest.isfinite().all():
-            raise QuasarError(f"calibration reached NaN or infinity at the input of {name}; the model cannot be built")
-        known = self.maxima.get(name)
-        self.maxima[name] = largest if known is None else torch.maximum(known, largest)
-        if name == next(iter(self.maxima)):
-            self.rows += len(x)
-
-    def report(self) -> dict:
-        """Channels that were always 0, and for each linear with outliers the ratio of its largest to its median channel."""
-        ratios = {name: float(m.max()) / max(float(m.median()), 1e-30) for name, m in self.maxima.items()}
-        return {
-            "dead_channels": sum(int((m == 0).sum()) for m in self.maxima.values()),
-            "outliers": {name: round(ratio, 1) for name, ratio in ratios.items() if ratio >= _OUTLIER},
-        }
+def _own_text(vocab_size: int, tokenizer, wanted: Calibration) -> tuple[list[list[int]], str]:
+    """(texts, where they are from) for a model that does not write its own."""
+    if tokenizer is None:
+        random = np.random.default_rng(wanted.seed)
+        return random.integers(vocab_size, size=(wanted.size, wanted.length)).tolist(), "random ids"
+    return dataset_ids(_OWN_TEXT, tokenizer, wanted.size, wanted.length), "text of the package"
 
 
 def read_dataset(path: Path) -> list[str]:

@@ -1,6 +1,8 @@
-"""A source's tensors under checkpoint names, projections fused, one layer at a time."""
+"""A source's tensors under checkpoint names, projections fused, each read when it is asked for."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -9,52 +11,43 @@ from quasar_trt.builders.source import Source
 from quasar_trt.checkpoint import EMBEDDING, FINAL_NORM, HEAD, LAYER_PREFIX
 from quasar_trt.errors import QuasarError
 
-Tensors = dict[str, torch.Tensor]
 
+class Converter(Mapping[str, torch.Tensor]):
+    """The tensors of `checkpoint_spec(config, Recipe("none"))`; a tied head is the embedding.
 
-class Converter:
-    """Reads what is asked for and keeps nothing, so a model needs no more memory than what is asked for at a time.
-
-    The names are those of `checkpoint_spec(config, Recipe("none"))`, the values BF16 or F32 as the source stores them; a
-    tied head is the embedding. Every method raises QuasarError naming a tensor with a value that is not finite.
+    Nothing is kept, so a model takes no more memory than what its reader holds at a time. Values are BF16 or F32 as the
+    source stores them; reading one that is not finite raises QuasarError naming its tensor.
     """
 
     def __init__(self, source: Source):
-        self.config = source.config
+        self.config = config = source.config
         self._source = source
-        self._architecture = architecture_of(source.config)
+        architecture = architecture_of(config)
+        self._parts = {EMBEDDING: [architecture.embedding]}  # checkpoint name -> what is joined along the rows
+        for i in range(config.num_hidden_layers):
+            ours, theirs = LAYER_PREFIX.format(i=i), architecture.layer_prefix.format(i=i)
+            for norm, name in (architecture.norms | architecture.head_norms).items():
+                self._parts[f"{ours}{norm}.weight"] = [theirs + name]
+            for linear in architecture.linears:
+                for kind in ("weight", "bias") if linear.bias(config) else ("weight",):
+                    self._parts[f"{ours}{linear.name}.{kind}"] = [f"{theirs}{name}.{kind}" for name in linear.sources]
+        self._parts[FINAL_NORM] = [architecture.final_norm]
+        self._parts[HEAD] = [architecture.embedding if config.tie_word_embeddings else architecture.head]
 
-    def embedding(self) -> torch.Tensor:
-        """[vocab_size, hidden_size]."""
-        return self._read(self._architecture.embedding)
+    def __getitem__(self, name: str) -> torch.Tensor:
+        parts = [self._read(part) for part in self._parts[name]]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def layer(self, i: int) -> Tensors:
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def layer(self, i: int) -> dict[str, torch.Tensor]:
         """Every tensor of layer i."""
-        architecture = self._architecture
-        ours, theirs = LAYER_PREFIX.format(i=i), architecture.layer_prefix.format(i=i)
-        norms = architecture.norms | architecture.head_norms
-        tensors = {f"{ours}{norm}.weight": self._read(theirs + name) for norm, name in norms.items()}
-        for linear in architecture.linears:
-            for part in ("weight", "bias") if linear.bias(self.config) else ("weight",):
-                sources = [self._read(f"{theirs}{name}.{part}") for name in linear.sources]
-                tensors[f"{ours}{linear.name}.{part}"] = torch.cat(sources)
-        return tensors
-
-    def final_norm(self) -> torch.Tensor:
-        """[hidden_size]."""
-        return self._read(self._architecture.final_norm)
-
-    def head(self) -> torch.Tensor:
-        """[vocab_size, hidden_size]."""
-        return self.embedding() if self.config.tie_word_embeddings else self._read(self._architecture.head)
-
-    def whole(self) -> Tensors:
-        """The whole model, for those that are small; a tied head is the embedding's own tensor."""
-        tensors = {EMBEDDING: self.embedding()}
-        for i in range(self.config.num_hidden_layers):
-            tensors |= self.layer(i)
-        head = tensors[EMBEDDING] if self.config.tie_word_embeddings else self.head()
-        return tensors | {FINAL_NORM: self.final_norm(), HEAD: head}
+        prefix = LAYER_PREFIX.format(i=i)
+        return {name: self[name] for name in self._parts if name.startswith(prefix)}
 
     def _read(self, name: str) -> torch.Tensor:
         tensor = self._source.tensor(name)

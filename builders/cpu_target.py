@@ -1,4 +1,4 @@
-"""Compiles a checkpoint for the CPU: packs its tensors into `rank0.engine` (see `quasar_trt.engines.cpu_layout`)."""
+"""Compiles a checkpoint for the CPU: packs its tensors into `rank{r}.engine` (see `quasar_trt.engines.cpu_layout`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from quasar_trt.architectures import hadamard_blocks
 from quasar_trt.checkpoint import EMBEDDING
 from quasar_trt.engines.cpu_layout import LAYOUT_VERSION, packed_spec
 from quasar_trt.model_config import ModelConfig
@@ -46,13 +47,19 @@ def compile_cpu(
     tensors: Mapping,
     path: Path,
     advance: Callable[[int], None] = lambda count: None,
+    rank: int = 0,
 ) -> FileRecord:
-    """Writes `path` from `tensors` (torch or numpy, in checkpoint names); calls `advance(bytes)` after each tensor."""
+    """Writes `path` from `tensors` (torch or numpy, in checkpoint names); calls `advance(bytes)` after each tensor.
+
+    For one of several ranks: `config` is its `rank_config`, `tensors` its checkpoint.
+    """
     spec = packed_spec(config, recipe)
     metadata = {
         "layout_version": LAYOUT_VERSION,
         "model": json.dumps(config.to_dict()),
         "recipe": json.dumps(recipe.to_dict()),
+        "rank": str(rank),
+        "hadamard_blocks": json.dumps(hadamard_blocks(config, recipe)),
     }
     with TensorWriter(path, spec, metadata) as writer:
         for name in spec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from quasar_trt.builders.tokenizer_files import (
     write_generation_config,
 )
 from quasar_trt.errors import QuasarError
+from quasar_trt.model_config import ModelConfig
 from quasar_trt.tensorfile import read_header
 
 _INDEX = "model.safetensors.index.json"
@@ -26,6 +28,7 @@ _HUB_FILES = (
     "model*.safetensors",
     _INDEX,
     "tokenizer*",
+    "added_tokens.json",
     "special_tokens_map.json",
     "chat_template*",
     "vocab.json",
@@ -33,8 +36,11 @@ _HUB_FILES = (
 )
 
 
-def download(model: str) -> Path:
-    """Fetches the files of a hub id that a build needs, the weights only once config.json is known to be buildable."""
+def download(model: str, check: Callable[[ModelConfig], object], trust_remote_code: bool) -> Path:
+    """Fetches the files of a hub id that a build needs, the weights only once config.json is known to be buildable.
+
+    `check` and `trust_remote_code` are as in `open_source`; code is fetched only where it is trusted.
+    """
     import huggingface_hub
     from huggingface_hub.utils import logging
 
@@ -43,9 +49,10 @@ def download(model: str) -> Path:
         config = Path(huggingface_hub.hf_hub_download(model, "config.json"))
     except Exception as error:  # the client raises its own, its transport's and the system's exceptions
         raise _hub_error(model, error) from None
-    model_config(read_json(config), f"{model}/config.json")
+    check(model_config(read_json(config), f"{model}/config.json"))
+    patterns = [*_HUB_FILES, "*.py"] if trust_remote_code else list(_HUB_FILES)
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(_HUB_FILES)))
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=patterns))
     except Exception as error:
         raise _hub_error(model, error) from None
 
@@ -61,12 +68,14 @@ class HfSource(Source):
 
     kind = "huggingface"
 
-    def __init__(self, directory: Path, path: str):
+    def __init__(self, directory: Path, path: str, check: Callable[[ModelConfig], object], trust_remote_code: bool):
         self.path = path
         self._directory = directory
+        self._trust_remote_code = trust_remote_code
         described = directory / "config.json"
         values = read_json(described)
         self.config = model_config(values, str(described))
+        check(self.config)
         self._shards = _shards(directory)
         found, self._shard_of, problems = _tensor_table(directory, self._shards)
         if any(not (directory / shard).is_file() for shard in self._shards):
@@ -74,7 +83,8 @@ class HfSource(Source):
         unexpected = check_source_tensors(found, self.config, str(directory), problems)
         self.names = tuple(found)
         self.notices = [f"unexpected tensors are not used: {', '.join(unexpected)}"] if unexpected else []
-        if not has_tokenizer(directory):
+        self._has_tokenizer = has_tokenizer(directory, trust_remote_code=trust_remote_code)
+        if not self._has_tokenizer:
             self.notices.append("the source has no tokenizer: the engine takes and gives token ids only")
         self._files: dict[str, object] = {}
         generation = directory / "generation_config.json"
@@ -92,8 +102,8 @@ class HfSource(Source):
         return tensor.float() if tensor.dtype == torch.float16 else tensor
 
     def write_tokenizer(self, directory: Path) -> None:
-        if has_tokenizer(self._directory):
-            copy_tokenizer(self._directory, directory)
+        if self._has_tokenizer:
+            copy_tokenizer(self._directory, directory, trust_remote_code=self._trust_remote_code)
         write_generation_config(directory, self._generation, self.eos_token_ids)
 
 

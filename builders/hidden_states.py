@@ -15,7 +15,7 @@ from quasar_trt.recipe import Recipe
 class HiddenStates:
     """The packed rows [rows, hidden_size] float32 of `texts`, one text after the other, from the embedding on.
 
-    recipe: how the tensors given to `advance` are stored. observe: as of `ReferenceModel`; whoever observes may add to the
+    recipe: how the tensors given to `advance` are stored. observe, blocks: as of `ReferenceModel`; whoever observes may add to the
     dict given to `advance`, before the linear that is observed reads its tensors.
     """
 
@@ -26,8 +26,9 @@ class HiddenStates:
         embedding: Tensor,
         texts: Sequence[Sequence[int]],
         observe: Observe | None = None,
+        blocks: Mapping[str, int] | None = None,
     ):
-        self._model = ReferenceModel(config, recipe, {EMBEDDING: embedding}, observe=observe)
+        self._model = ReferenceModel(config, recipe, {EMBEDDING: embedding}, observe=observe, blocks=blocks)
         self._texts = texts
         batch = self._batch()
         self.rows = self._model.embed(batch)

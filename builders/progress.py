@@ -14,13 +14,13 @@ class Stages:
     """A context manager that shows one bar per stage, or nothing when not `shown`. `say` prints either way."""
 
     def __init__(self, shown: bool):
-        self._console = Console(stderr=True, highlight=False)
+        self.console = Console(stderr=True, highlight=False)
         self._progress = Progress(
             TextColumn("{task.description:<24}"),
             BarColumn(),
             TaskProgressColumn(),
             TimeElapsedColumn(),
-            console=self._console,
+            console=self.console,
             disable=not shown,
         )
 
@@ -37,4 +37,4 @@ class Stages:
         return lambda count: self._progress.advance(task, count)
 
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        self.console.print(text, markup=False, soft_wrap=True)

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from quasar_trt.builders.convert import Converter
 from quasar_trt.builders.cpu_target import compile_cpu
 from quasar_trt.builders.progress import Advance
 from quasar_trt.engines import default_engine
 from quasar_trt.engines.base import Acceptance, Engine, SequenceStep
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
-from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import Recipe
 from quasar_trt.tokenizer import chat_text, encode
 
@@ -94,36 +94,34 @@ def _never(index: int, logits: np.ndarray) -> Acceptance:
 
 
 @contextmanager
-def source_engine(
-    config: ModelConfig, tensors: Mapping[str, torch.Tensor], max_seq_len: int, scratch: Path
-) -> Iterator[Engine]:
+def source_engine(source: Converter, max_seq_len: int, scratch: Path) -> Iterator[Engine]:
     """The source model as an engine, unquantized: the fast one, from a temporary file below `scratch`, where this machine
     has it."""
     recipe = Recipe("none")
     if default_engine() != "cpu":
         # a pass per token: converting BF16 weights in each of them would take longer than the pass
-        widened = {name: tensor.float() for name, tensor in tensors.items()}
-        yield ReferenceEngine(ReferenceModel(config, recipe, widened), max_seq_len=max_seq_len)
+        widened = {name: tensor.float() for name, tensor in source.items()}
+        yield ReferenceEngine(ReferenceModel(source.config, recipe, widened), max_seq_len=max_seq_len)
         return
     from quasar_trt.engines.cpu import CpuEngine
 
     with tempfile.TemporaryDirectory(dir=scratch) as directory:
         path = Path(directory) / "rank0.engine"
-        compile_cpu(config, recipe, _Rounded(tensors), path)
+        compile_cpu(source.config, recipe, _Rounded(source), path)
         yield CpuEngine(path, max_seq_len=max_seq_len)
 
 
 class _Rounded(Mapping[str, torch.Tensor]):
-    """Tensors as BF16, each rounded when it is asked for: a large model's weights are in memory once."""
+    """A source's tensors as BF16, each read and rounded when it is asked for."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]):
-        self._tensors = tensors
+    def __init__(self, source: Converter):
+        self._source = source
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[name].to(torch.bfloat16)
+        return self._source[name].to(torch.bfloat16)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self._source)
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._source)

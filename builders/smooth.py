@@ -6,7 +6,7 @@ norm's weight; elsewhere the engine divides by an explicit smoother.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,6 @@ import torch
 from quasar_trt.architectures import architecture_of
 from quasar_trt.checkpoint import LAYER_PREFIX
 from quasar_trt.model_config import ModelConfig
-
-Tensors = Mapping[str, torch.Tensor]
 
 # The bounds of stock TensorRT-LLM tools below, and their mirror image above.
 _SMALLEST, _LARGEST = 1e-5, 1e5
@@ -51,11 +49,6 @@ def layer_groups(config: ModelConfig, layer: int) -> list[Group]:
     return found
 
 
-def model_groups(config: ModelConfig) -> list[Group]:
-    """The smoothing groups of every layer, in the order in which they run."""
-    return [group for i in range(config.num_hidden_layers) for group in layer_groups(config, i)]
-
-
 def smoother(input_sizes: torch.Tensor, weight_maxima: torch.Tensor, alpha: float) -> torch.Tensor:
     """s_j = |X_j|^alpha / max|W_j|^(1 - alpha), float32 [columns], finite and above 0; |X_j| is max|X_j| in the textbook.
 
@@ -64,21 +57,6 @@ def smoother(input_sizes: torch.Tensor, weight_maxima: torch.Tensor, alpha: floa
     dead = (input_sizes == 0) | (weight_maxima == 0)
     s = input_sizes.float() ** alpha / weight_maxima.float() ** (1.0 - alpha)
     return s.clamp(_SMALLEST, _LARGEST).masked_fill(dead, 1.0)
-
-
-def weight_maxima(tensors: Tensors, group: Group) -> torch.Tensor:
-    """max|W_j| of each input channel over all linears of the group, float32 [columns]."""
-    return torch.stack([tensors[f"{name}.weight"].float().abs().amax(dim=0) for name in group.linears]).amax(dim=0)
-
-
-def textbook_smoothers(
-    config: ModelConfig, alpha: float, tensors: Tensors, input_maxima: Tensors
-) -> dict[str, torch.Tensor]:
-    """Group name -> smoother, with one exponent for all. input_maxima: linear name -> max|x| per channel."""
-    return {
-        group.name: smoother(input_maxima[group.name], weight_maxima(tensors, group), alpha)
-        for group in model_groups(config)
-    }
 
 
 def fold(norm: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,10 +70,9 @@ def fold(norm: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return stored, torch.where(stored == 0, s, factor)
 
 
-def count_extremes(config: ModelConfig, tensors: Tensors, smoothers: Tensors) -> dict[str, int]:
-    """Output channels whose weights are all 0, and input channels whose smoother was held at a bound."""
-    names = [name for group in model_groups(config) for name in group.linears]
+def count_extremes(weights: Iterable[torch.Tensor], s: torch.Tensor) -> dict[str, int]:
+    """Output channels of a group's weights that are all 0, and input channels whose smoother was held at a bound."""
     return {
-        "zero_rows": sum(int((tensors[f"{name}.weight"] == 0).all(dim=1).sum()) for name in names),
-        "clamped_channels": sum(int(((s <= _SMALLEST) | (s >= _LARGEST)).sum()) for s in smoothers.values()),
+        "zero_rows": sum(int((weight == 0).all(dim=1).sum()) for weight in weights),
+        "clamped_channels": int(((s <= _SMALLEST) | (s >= _LARGEST)).sum()),
     }

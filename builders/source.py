@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -49,8 +49,13 @@ class Source(ABC):
         """
 
 
-def open_source(model: str) -> Source:
+def open_source(
+    model: str, *, check: Callable[[ModelConfig], object] = lambda config: None, trust_remote_code: bool = False
+) -> Source:
     """Opens a Hugging Face directory, a GGUF file or a hub id ("organization/name").
+
+    check: raises QuasarError for a configuration that the caller cannot use; called before tensor tables are read or weights
+        fetched. trust_remote_code: tokenizer code that a Hugging Face checkpoint brings is run; no other code ever is.
 
     Raises QuasarError for whatever cannot be built, before any weight is read.
     """
@@ -58,15 +63,15 @@ def open_source(model: str) -> Source:
     if path.is_dir():
         from quasar_trt.builders.hf_source import HfSource
 
-        return HfSource(path, str(model))
+        return HfSource(path, str(model), check, trust_remote_code)
     if path.is_file():
         from quasar_trt.builders.gguf_source import GgufSource
 
-        return GgufSource(path)
+        return GgufSource(path, check)
     if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
         from quasar_trt.builders.hf_source import HfSource, download
 
-        return HfSource(download(model), model)
+        return HfSource(download(model, check, trust_remote_code), model, check, trust_remote_code)
     raise QuasarError(
         f"model '{model}' does not exist; give a Hugging Face directory, a GGUF file or a hub id such as "
         "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -111,13 +116,13 @@ def check_source_tensors(
     problems += [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
     for name, (dtype, shape) in found.items():
         if name in known and tuple(shape) != known[name]:
-            problems.append(f"{name} has shape {list(shape)}, config.json says {list(known[name])}")
+            problems.append(f"{name} has shape {list(shape)}, the configuration says {list(known[name])}")
         if name in known and dtype not in _SOURCE_TYPES:
             problems.append(f"{name} has dtype {dtype}, allowed: {', '.join(_SOURCE_TYPES)}")
     unexpected = [name for name in found if name not in known and not _HARMLESS.fullmatch(name)]
     layers = tuple(architecture.layer_prefix.format(i=i) for i in range(config.num_hidden_layers))
     problems += [
-        f"unexpected {name} {list(found[name][1])}, {config.architecture} with this config.json has none"
+        f"unexpected {name} {list(found[name][1])}, {config.architecture} with this configuration has none"
         for name in unexpected
         if name.startswith(layers)
     ]

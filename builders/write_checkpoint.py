@@ -1,65 +1,76 @@
-"""Writes the checkpoint of an engine directory: smoothed and quantized, or BF16."""
+"""Writes the checkpoint of an engine directory, one layer in memory at a time: rotated, smoothed and quantized, or BF16."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from quasar_trt.architectures import architecture_of
+from quasar_trt.builders.convert import Converter
+from quasar_trt.builders.layer_quantizer import LayerQuantizer
 from quasar_trt.builders.progress import Advance
 from quasar_trt.builders.quantize import quantize_rows
-from quasar_trt.builders.smooth import Tensors, fold, layer_groups
+from quasar_trt.builders.rotate import rotate_layer, rotate_vocabulary, rotation
+from quasar_trt.builders.sharded_writer import ShardedWriter
 from quasar_trt.builders.tokenizer_files import write_json
-from quasar_trt.checkpoint import LAYER_PREFIX, Checkpoint, checkpoint_config, checkpoint_spec
-from quasar_trt.model_config import ModelConfig
+from quasar_trt.checkpoint import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    LAYER_PREFIX,
+    Checkpoint,
+    checkpoint_config,
+    checkpoint_spec,
+)
 from quasar_trt.recipe import Recipe
-from quasar_trt.tensorfile import FileRecord, TensorWriter
+from quasar_trt.tensorfile import FileRecord
+
+_ROWS = 8192  # of the vocabulary, quantized at a time
 
 
 def write_checkpoint(
-    config: ModelConfig, recipe: Recipe, tensors: Tensors, smoothers: Tensors, directory: Path, advance: Advance
-) -> FileRecord:
-    """Writes config.json and rank0.safetensors and reads their tables back. Calls `advance(1)` per tensor.
+    source: Converter,
+    recipe: Recipe,
+    texts: Sequence[Sequence[int]],
+    directory: Path,
+    advance: Advance,
+    tp_size: int = 1,
+) -> tuple[dict[str, FileRecord], LayerQuantizer | None]:
+    """Writes config.json and each rank's file, and reads their tables back. Calls `advance(1)` per layer.
 
-    tensors: BF16 or F32, from `convert`. smoothers: group name -> smoother; unused by an unquantized recipe.
+    texts: calibration texts as ids; an unquantized recipe has no use for them. Returns the files' records by path below the
+    engine directory, and the quantizer with what it chose, or None. Raises QuasarError as it and `Converter` do.
     """
-    spec = checkpoint_spec(config, recipe)
+    config = source.config
     directory.mkdir()
-    write_json(directory / "config.json", checkpoint_config(config, recipe))
-    ready: dict[str, torch.Tensor] = {}
-    layers = iter(range(config.num_hidden_layers))
-    with TensorWriter(directory / "rank0.safetensors", spec) as writer:
-        for name in spec:
-            if recipe.quantized and name.startswith("transformer.layers.") and name not in ready:
-                ready = smoothed_layer(config, tensors, smoothers, next(layers))
-            if recipe.quantize_lm_head and name == "lm_head.weight":
-                ready = dict(
-                    zip((name, "lm_head.per_channel_scale"), quantize_rows(tensors[name].float()), strict=True)
-                )
-            writer.write(name, ready[name] if name in ready else tensors[name].to(torch.bfloat16))
+    write_json(directory / "config.json", checkpoint_config(config, recipe, tp_size))
+    q = rotation(config.hidden_size) if recipe.rotate else None
+    embedding = source[EMBEDDING] if q is None else rotate_vocabulary(source[EMBEDDING], q)
+    embedding = embedding.to(torch.bfloat16)
+    quantizer = LayerQuantizer(config, recipe, embedding, texts, tp_size) if recipe.quantized else None
+    spec = checkpoint_spec(config, recipe)
+    with ShardedWriter(directory, config, recipe, tp_size) as writer:
+        writer.write(EMBEDDING, embedding)
+        for i in range(config.num_hidden_layers):
+            layer = source.layer(i)
+            if q is not None:
+                layer = rotate_layer(config, i, layer, q)
+            if quantizer is not None:
+                layer = quantizer(i, layer)
+            prefix = LAYER_PREFIX.format(i=i)
+            for name in (name for name in spec if name.startswith(prefix)):
+                writer.write(name, layer[name] if quantizer is not None else layer[name].to(torch.bfloat16))
             advance(1)
-    Checkpoint.open(directory)
-    return writer.record
-
-
-def smoothed_layer(config: ModelConfig, tensors: Tensors, smoothers: Tensors, layer: int) -> dict[str, torch.Tensor]:
-    """Every checkpoint tensor of one layer, smoothed and quantized. smoothers: group name -> float32 [columns]."""
-    prefix = LAYER_PREFIX.format(i=layer)
-    found = {
-        f"{prefix}{norm}.weight": tensors[f"{prefix}{norm}.weight"].to(torch.bfloat16)
-        for norm in architecture_of(config).head_norms
-    }
-    for group in layer_groups(config, layer):
-        factor = smoothers[group.name]
-        if group.norm is None:
-            found[f"{group.name}.smoother"] = factor[None]
+        norm, head = source[FINAL_NORM], source[HEAD]
+        if q is not None:
+            norm, head = torch.ones_like(norm), rotate_vocabulary(head, q, norm)
+        writer.write(FINAL_NORM, norm.to(torch.bfloat16))
+        if recipe.quantize_lm_head:
+            rows = [quantize_rows(part.float()) for part in head.split(_ROWS)]
+            writer.write(HEAD, torch.cat([codes for codes, _ in rows]))
+            writer.write("lm_head.per_channel_scale", torch.cat([scale for _, scale in rows], dim=1))
         else:
-            found[f"{group.norm}.weight"], factor = fold(tensors[f"{group.norm}.weight"], factor)
-            found[f"{group.norm}.scale_to_int"] = torch.ones(1)
-        for name in group.linears:
-            codes, scale = quantize_rows(tensors[f"{name}.weight"].float() * factor)
-            found[f"{name}.weight"], found[f"{name}.per_channel_scale"] = codes, scale
-            if f"{name}.bias" in tensors:
-                found[f"{name}.bias"] = tensors[f"{name}.bias"].to(torch.bfloat16)
-    return found
+            writer.write(HEAD, head.to(torch.bfloat16))
+    Checkpoint.open(directory)
+    return writer.records, quantizer

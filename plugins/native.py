@@ -54,30 +54,53 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, isa: str = "") -> np
     return _native.rms_norm(_rows(x), _vector(weight, n, "weight"), eps, n, isa)[:, :n]
 
 
-def smooth_quantize(x: np.ndarray, inv_smoother: np.ndarray | None, isa: str = "") -> tuple[np.ndarray, np.ndarray]:
+def quantize_8(x: np.ndarray, isa: str = "") -> tuple[np.ndarray, np.ndarray]:
     """x [rows, k] float32 -> (codes int8 [rows, k], scale float32 [rows])."""
-    q, scale = _native.quantize8(_rows(x), _vector(inv_smoother, x.shape[1], "inv_smoother"), isa)
+    q, scale = _native.quantize8(_rows(x), None, 0, isa)
     return q[:, : x.shape[1]], scale
-
-
-def rms_norm_quantize(x: np.ndarray, weight: np.ndarray, eps: float, isa: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """RMSNorm whose weight carries the smoother, then quantization per row."""
-    return smooth_quantize(rms_norm(x, weight, eps, isa), None, isa)
-
-
-def silu_mul_smooth_quantize(
-    gate: np.ndarray, up: np.ndarray, inv_smoother: np.ndarray, isa: str = ""
-) -> tuple[np.ndarray, np.ndarray]:
-    """gate, up [rows, k] float32 -> codes and scale of silu(gate) * up * inv_smoother."""
-    if gate.shape != up.shape:
-        raise ValueError(f"gate has shape {gate.shape}, up {up.shape}; they must be equal")
-    return smooth_quantize(_native.silu_mul(_rows(gate), _rows(up), isa)[:, : gate.shape[1]], inv_smoother, isa)
 
 
 def quantize_16(x: np.ndarray, isa: str = "") -> tuple[np.ndarray, np.ndarray]:
     """x [rows, k] float32 -> (codes int16 [rows, k], scale float32 [rows])."""
-    q, scale = _native.quantize16(_rows(x), None, isa)
+    q, scale = _native.quantize16(_rows(x), None, 0, isa)
     return q[:, : x.shape[1]], scale
+
+
+def smooth_quantize(
+    x: np.ndarray, inv_smoother: np.ndarray, hadamard: int = 0, activations: int = 8, isa: str = ""
+) -> tuple[np.ndarray, np.ndarray]:
+    """x [rows, k] float32, inv_smoother [k] float32 -> (codes int8, or int16 for 16-bit activations [rows, k], scale [rows]).
+
+    hadamard: columns of each block that is transformed after the smoothing; 0 for none.
+    """
+    k = x.shape[1]
+    if hadamard and (hadamard < 0 or hadamard & (hadamard - 1) or k % hadamard):
+        raise ValueError(
+            f"a Hadamard block has {hadamard} columns; allowed: a power of two that divides the input's {k}"
+        )
+    kernel = {8: _native.quantize8, 16: _native.quantize16}[activations]
+    q, scale = kernel(_rows(x), _vector(np.asarray(inv_smoother), k, "inv_smoother"), hadamard, isa)
+    return q[:, :k], scale
+
+
+def rms_norm_quantize(x: np.ndarray, weight: np.ndarray, eps: float, isa: str = "") -> tuple[np.ndarray, np.ndarray]:
+    """RMSNorm whose weight carries the smoother, then quantization per row."""
+    return quantize_8(rms_norm(x, weight, eps, isa), isa)
+
+
+def silu_mul_smooth_quantize(
+    gate: np.ndarray,
+    up: np.ndarray,
+    inv_smoother: np.ndarray,
+    hadamard: int = 0,
+    activations: int = 8,
+    isa: str = "",
+) -> tuple[np.ndarray, np.ndarray]:
+    """`smooth_quantize` of silu(gate) * up; gate and up [rows, k] float32."""
+    if gate.shape != up.shape:
+        raise ValueError(f"gate has shape {gate.shape}, up {up.shape}; they must be equal")
+    product = _native.silu_mul(_rows(gate), _rows(up), isa)[:, : gate.shape[1]]
+    return smooth_quantize(product, inv_smoother, hadamard, activations, isa)
 
 
 def _linear(kernel, x, scale, weight, weight_scale, bias, isa) -> np.ndarray:

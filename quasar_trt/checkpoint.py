@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from quasar_trt.architectures import architecture_of, hadamard_blocks
+from quasar_trt.architectures import Linear, architecture_of, hadamard_blocks
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import SMOOTHQUANT, Recipe
 from quasar_trt.rope import rope_type
+from quasar_trt.tensor_parallel import rank_config
 from quasar_trt.tensorfile import TensorSpec, read_header
 
 LAYER_PREFIX = "transformer.layers.{i}."
@@ -22,8 +24,38 @@ HEAD = "lm_head.weight"
 OWN_ARCHITECTURE = "QuasarForCausalLM"
 
 
+def _layer_linears(config: ModelConfig) -> list[tuple[str, Linear]]:
+    """(checkpoint name without ".weight", linear) of every layer, in order."""
+    prefixes = [LAYER_PREFIX.format(i=i) for i in range(config.num_hidden_layers)]
+    return [(prefix + linear.name, linear) for prefix in prefixes for linear in architecture_of(config).linears]
+
+
+def check_exclusions(config: ModelConfig, recipe: Recipe) -> None:
+    """Raises QuasarError for an exclude pattern that matches no linear of a layer, and where patterns cover some of the
+    linears that share a norm, which carries the smoother of all of them or of none."""
+    linears = _layer_linears(config)
+    for pattern in recipe.exclude:
+        if not any(fnmatchcase(name, pattern) for name, _ in linears):
+            raise QuasarError(
+                f"exclude pattern '{pattern}' matches no linear; allowed: patterns of names from {linears[0][0]} to "
+                f"{linears[-1][0]} (the head follows quantize_lm_head)"
+            )
+    first: dict[str, str] = {}  # prefix and norm -> the first linear behind it
+    for name, linear in linears:
+        group = name.removesuffix(linear.name) + linear.norm if linear.norm else name
+        other = first.setdefault(group, name)
+        if recipe.quantizes(name) != recipe.quantizes(other):
+            raise QuasarError(
+                f"exclude covers one of {other} and {name}, which share a smoother; exclude both or neither"
+            )
+
+
 def checkpoint_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec]:
-    """Every tensor of rank 0's file, in writing order."""
+    """Every tensor of a checkpoint file, in writing order: of the whole model, or of each rank for `rank_config`.
+
+    Raises QuasarError as `check_exclusions` does.
+    """
+    check_exclusions(config, recipe)
     architecture = architecture_of(config)
     spec = {EMBEDDING: TensorSpec("BF16", (config.vocab_size, config.hidden_size))}
     for i in range(config.num_hidden_layers):
@@ -45,15 +77,19 @@ def checkpoint_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec
             if linear.bias(config):
                 spec[f"{name}.bias"] = TensorSpec("BF16", (rows,))
     spec[FINAL_NORM] = TensorSpec("BF16", (config.hidden_size,))
-    shape = (config.vocab_size, config.hidden_size)
+    shape = (config.logits_size, config.hidden_size)
     spec[HEAD] = TensorSpec("I8" if recipe.quantize_lm_head else "BF16", shape)
     if recipe.quantize_lm_head:
-        spec["lm_head.per_channel_scale"] = TensorSpec("F32", (1, config.vocab_size))
+        spec["lm_head.per_channel_scale"] = TensorSpec("F32", (1, config.logits_size))
     return spec
 
 
-def checkpoint_config(config: ModelConfig, recipe: Recipe) -> dict:
-    """config.json of the checkpoint: TensorRT-LLM's PretrainedConfig, our extras under the one key `quasar`."""
+def checkpoint_config(config: ModelConfig, recipe: Recipe, tp_size: int = 1) -> dict:
+    """config.json of the checkpoint: TensorRT-LLM's PretrainedConfig, our extras under the one key `quasar`.
+
+    All sizes are the whole model's; only the Hadamard blocks are those of a rank, whose columns they divide.
+    Raises QuasarError for a tp_size that does not divide the model.
+    """
     # Stock modules have one switch for the biases of qkv and of the attention output, and another YaRN.
     architecture = architecture_of(config)
     stock = config.qkv_bias == config.dense_bias and rope_type(config.rotary_scaling) != "yarn"
@@ -80,7 +116,7 @@ def checkpoint_config(config: ModelConfig, recipe: Recipe) -> dict:
         "mlp_bias": config.mlp_bias,
         "qk_layernorm": bool(architecture.head_norms),
         "use_parallel_embedding": False,
-        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
+        "mapping": {"world_size": tp_size, "tp_size": tp_size, "pp_size": 1},
         "quantization": {
             "quant_algo": "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN" if recipe.quantized else None,
             "kv_cache_quant_algo": None,
@@ -91,16 +127,24 @@ def checkpoint_config(config: ModelConfig, recipe: Recipe) -> dict:
         "quasar": {
             "model": config.to_dict(),
             "recipe": recipe.to_dict(),
-            "hadamard_blocks": hadamard_blocks(config, recipe),
+            "hadamard_blocks": hadamard_blocks(rank_config(config, tp_size), recipe),
         },
     }
 
 
 def _excluded(config: ModelConfig, recipe: Recipe) -> list[str]:
     """Names of the linears that stay in BF16."""
-    prefixes = [LAYER_PREFIX.format(i=i) for i in range(config.num_hidden_layers)]
-    names = [prefix + linear.name for prefix in prefixes for linear in architecture_of(config).linears]
-    return [name for name in names if not recipe.quantizes(name)] + ([] if recipe.quantize_lm_head else ["lm_head"])
+    names = [name for name, _ in _layer_linears(config) if not recipe.quantizes(name)]
+    return names + ([] if recipe.quantize_lm_head else ["lm_head"])
+
+
+def check_hadamard_blocks(found: object, config: ModelConfig, recipe: Recipe, where: str) -> None:
+    """Raises QuasarError when a file was written for other blocks than `hadamard_blocks` says."""
+    expected = hadamard_blocks(config, recipe)
+    if found != expected:
+        raise QuasarError(
+            f"{where} has hadamard_blocks {found}, this version computes {expected}; build the engine again"
+        )
 
 
 def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec], where: str) -> None:
@@ -118,31 +162,38 @@ def check_tensors(found: Mapping[str, TensorSpec], expected: Mapping[str, Tensor
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A validated checkpoint directory; `path` is its rank-0 safetensors file."""
+    """A validated checkpoint directory; `config` is the whole model's."""
 
+    directory: Path
     config: ModelConfig
     recipe: Recipe
-    path: Path
+    tp_size: int
 
     @classmethod
     def open(cls, directory: Path) -> Checkpoint:
-        """Reads config.json and the tensor table (not the data). Raises QuasarError on any mismatch."""
+        """Reads config.json and every rank's tensor table (not the data). Raises QuasarError on any mismatch."""
         described = directory / "config.json"
         try:
-            extras = json.loads(described.read_text(encoding="utf-8"))["quasar"]
+            values = json.loads(described.read_text(encoding="utf-8"))
+            extras, tp_size = values["quasar"], values["mapping"]["tp_size"]
             config, recipe = ModelConfig.from_dict(extras["model"]), Recipe.from_dict(extras["recipe"])
-            spec = checkpoint_spec(config, recipe)
-            if extras["hadamard_blocks"] != hadamard_blocks(config, recipe):
-                raise QuasarError(
-                    f"hadamard_blocks are {extras['hadamard_blocks']}, this version computes others; build again"
-                )
+            rank = rank_config(config, tp_size)
+            spec = checkpoint_spec(rank, recipe)
+            blocks = extras["hadamard_blocks"]
         except OSError as error:
             raise QuasarError(f"cannot read {described}: {error.strerror}") from None
         except QuasarError as error:
             raise QuasarError(f"{described}: {error}") from None
         except (ValueError, KeyError, TypeError) as error:
             raise QuasarError(f"{described} is not a checkpoint of this product ({error})") from None
-        path = directory / "rank0.safetensors"
-        found, _, _, _ = read_header(path)
-        check_tensors(found, spec, str(path))
-        return cls(config, recipe, path)
+        check_hadamard_blocks(blocks, rank, recipe, str(described))
+        checkpoint = cls(directory, config, recipe, tp_size)
+        for path in checkpoint.paths:
+            found, _, _, _ = read_header(path)
+            check_tensors(found, spec, str(path))
+        return checkpoint
+
+    @property
+    def paths(self) -> list[Path]:
+        """The safetensors file of each rank."""
+        return [self.directory / f"rank{rank}.safetensors" for rank in range(self.tp_size)]

@@ -1,4 +1,4 @@
-"""The command line: quasar-trt build | generate | bench | info.
+"""The command line: quasar-trt build | generate | bench | eval | info.
 
 Only click and the light modules are imported here; each command imports what it needs when it runs, so `--help` is quick.
 Options are accepted in both spellings, `--output-dir` and `--output_dir`.
@@ -19,7 +19,7 @@ from quasar_trt import __version__
 from quasar_trt.bench.options import BenchOptions
 from quasar_trt.cli_options import ENGINE, PATH, THREADS, Group, drafter_options, field_option, usage_message
 from quasar_trt.errors import QuasarError
-from quasar_trt.recipe import QUANTIZATIONS, Recipe
+from quasar_trt.recipe import QUANTIZATIONS, ROUNDINGS, Recipe
 from quasar_trt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ def cli():
     type=float,
     metavar="ALPHA",
 )
+@click.option("--rotate/--no-rotate", default=None, help="Rotate the model; on where the smoothing is searched.")
+@field_option(Recipe, "rounding", "Of weights; gptq where the smoothing is searched.", type=click.Choice(ROUNDINGS))
+@field_option(Recipe, "activations", "Bits of a quantized linear's input, 8 or 16; 8 by default.", type=int)
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Linears that stay in BF16; may be repeated.")
 @field_option(Recipe, "quantize_lm_head", "Store the head as INT8 too.", flag=True)
 @click.option(
     "--calib-dataset", type=PATH, metavar="FILE", help="Calibration text; without it the model writes its own."
@@ -57,11 +61,14 @@ def cli():
 @click.option("--calib-size", type=int, help="Calibration samples; 16 by default.")
 @click.option("--calib-max-seq-length", type=int, help="Tokens per calibration sample; 256 by default.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the text that the model writes itself.")
+@click.option("--tp-size", type=int, default=1, show_default=True, help="Ranks that the engine is for.")
 @click.option("--max-batch-size", type=int, default=16, show_default=True, help="Most requests per pass.")
 @click.option("--max-seq-len", type=int, help="Most tokens per sequence; the model's own limit by default.")
 @click.option(
     "--max-draft-len", type=int, default=16, show_default=True, help="Most draft tokens per request and pass."
 )
+@click.option("--trust-remote-code", is_flag=True, help="Run the tokenizer code that a checkpoint brings.")
+@click.option("--dry-run", is_flag=True, help="Only check the model and say what the build would take.")
 @click.option("--force", is_flag=True, help="Replace an existing output directory.")
 def build(model, output_dir, **options):
     """Build a model into an engine directory.
@@ -178,20 +185,76 @@ def bench(int8, bf16, prompts, limit_per_task, output, drafter_option, **options
     report = run_bench({"BF16": bf16, "INT8": int8}, prompts, options, Console(stderr=True))
     report.show(Console())
     if output:
-        try:
-            output.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
-        except OSError as error:
-            raise QuasarError(f"--output: cannot write {output}: {error.strerror}") from None
+        save_json(output, report.to_dict())
 
 
-def check_output(path: Path) -> None:
+@cli.group("eval", cls=Group, invoke_without_command=True)
+@click.pass_context
+def evaluate(context):
+    """Measure a built engine."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+@evaluate.command()
+@click.argument("engine_dir", type=PATH)
+@click.option("--against", metavar="MODEL", help="Compare with this model; by default with the engine's own source.")
+@click.option("--text", type=PATH, metavar="FILE", help="UTF-8 text to measure on; by default the package's own.")
+@click.option("--tokens", type=click.IntRange(min=2), help="Use only the first N tokens of the text.")
+@click.option("--window", type=click.IntRange(min=2), help="Tokens per window; 512 by default, or the engine's limit.")
+@click.option("--plot", type=PATH, metavar="FILE.png", help="Draw the error that each layer leaves.")
+@click.option("--output", type=PATH, metavar="FILE", help="Save the report as JSON.")
+@THREADS
+def fidelity(engine_dir, plot, output, **options):
+    """Measure how far an engine is from its source model.
+
+    The engine in ENGINE_DIR and the source read the same text. ENGINE_DIR stays as it is.
+    """
+    for option, path in {"--output": output, "--plot": plot}.items():
+        if path:
+            check_output(path, option)
+            if engine_dir.resolve() in path.resolve().parents:
+                raise QuasarError(
+                    f"{option}: {path} lies in the engine directory, which stays as it is; choose another"
+                )
+    if plot:
+        from quasar_trt.builders.fidelity_plot import check_plot
+
+        check_plot(plot)
+
+    from rich.console import Console
+
+    from quasar_trt.builders.evaluate import evaluate_fidelity
+    from quasar_trt.fidelity_report import read_fidelity, show
+    from quasar_trt.manifest import Manifest
+
+    calibration = Manifest.open(engine_dir).calibration
+    built = read_fidelity(engine_dir / "fidelity.json")
+    measured = evaluate_fidelity(engine_dir, **options)
+    show(measured | {"groups": built.get("groups", {})}, Console(), calibration)
+    if plot:
+        from quasar_trt.builders.fidelity_plot import plot as draw
+
+        draw(measured["layer_errors"], f"{engine_dir.name} against {Path(measured['source']).name}", plot)
+    if output:
+        save_json(output, measured)
+
+
+def check_output(path: Path, option: str = "--output") -> None:
     """Raises QuasarError, before a long run, for a file that could not be written after it."""
     if not path.parent.is_dir():
-        raise QuasarError(f"--output: directory {path.parent} does not exist")
+        raise QuasarError(f"{option}: directory {path.parent} does not exist")
     if path.is_dir():
-        raise QuasarError(f"--output: {path} is a directory; give the name of a file")
+        raise QuasarError(f"{option}: {path} is a directory; give the name of a file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise QuasarError(f"--output: no permission to write {path}")
+        raise QuasarError(f"{option}: no permission to write {path}")
+
+
+def save_json(path: Path, values: dict) -> None:
+    try:
+        path.write_text(json.dumps(values, indent=1) + "\n")
+    except OSError as error:
+        raise QuasarError(f"--output: cannot write {path}: {error.strerror}") from None
 
 
 @cli.command()

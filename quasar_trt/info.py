@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
 from quasar_trt.checkpoint import Checkpoint
-from quasar_trt.errors import QuasarError
+from quasar_trt.fidelity_report import read_fidelity
+from quasar_trt.fidelity_report import show as show_fidelity
 from quasar_trt.machine import describe_machine
 from quasar_trt.manifest import Manifest
 from quasar_trt.recipe import Recipe
+from quasar_trt.tables import facts_table
 
 _WORST_GROUPS = 5
-
-
-def facts_table(title: str, facts: dict[str, object]) -> Table:
-    """Two columns, label and value."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        show_header=False,
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in facts.items():
-        table.add_row(label, Text(str(value)))  # Text: brackets in values are no markup
-    return table
 
 
 def show_machine(console: Console) -> None:
@@ -49,9 +31,9 @@ def show_engine(directory: Path, manifest: Manifest, console: Console) -> None:
         model = Checkpoint.open(directory / "checkpoint").config
         console.print(facts_table("model", _model_facts(model)), "")
     console.print(_files_table(manifest), "")
-    fidelity = _fidelity(directory / "fidelity.json")
-    console.print(_fidelity_table(fidelity))
-    if groups := fidelity.get("groups"):
+    measured = read_fidelity(directory / "fidelity.json")
+    show_fidelity(measured, console)
+    if groups := measured.get("groups"):
         console.print("", _groups_table(groups))
 
 
@@ -124,44 +106,13 @@ def _files_table(manifest: Manifest) -> Table:
     return table
 
 
-def _fidelity(path: Path) -> dict:
-    """fidelity.json, or nothing where it does not exist. Raises QuasarError for a damaged one."""
-    if not path.exists():
-        return {}
-    try:
-        fidelity = json.loads(path.read_text())
-    except OSError as error:
-        raise QuasarError(f"cannot read {path}: {error.strerror}; build the engine again") from None
-    except ValueError:
-        raise QuasarError(f"{path} is damaged: not JSON; build the engine again") from None
-    if not isinstance(fidelity, dict):
-        raise QuasarError(f"{path} is damaged: not a JSON object; build the engine again")
-    groups = fidelity.get("groups", {})
-    whole = isinstance(groups, dict) and all(
-        isinstance(group, dict) and isinstance(group.get("error"), float | int) for group in groups.values()
-    )
-    if not whole:
-        raise QuasarError(f"{path} is damaged: a group without its error; build the engine again")
-    return fidelity
-
-
-def _fidelity_table(fidelity: dict) -> Table:
-    """Scalars of fidelity.json; longer parts (per group) are left to the file."""
-    scalars = {key: value for key, value in fidelity.items() if isinstance(value, (int, float, str))}
-    facts = {
-        key.replace("_", " "): f"{value:.5g}" if isinstance(value, float) else value for key, value in scalars.items()
-    }
-    missing = {"not measured": "the directory holds no fidelity.json"}
-    return facts_table("fidelity to the source model", facts or missing)
-
-
 def _groups_table(groups: dict) -> Table:
     worst = sorted(groups, key=lambda name: -groups[name]["error"])[:_WORST_GROUPS]
     return facts_table(
         "largest relative errors of quantized outputs",
         {
             name.removeprefix("transformer."): f"{groups[name]['error']:.4f}"
-            f" (alpha {groups[name].get('alpha')}, statistic {groups[name].get('statistic')})"
+            f" (alpha {groups[name]['alpha']}, statistic {groups[name]['statistic']})"
             for name in worst
         },
     )

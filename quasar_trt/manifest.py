@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +138,7 @@ def _check_values(values: dict) -> None:
     for name, kind in _TYPES.items():
         if not isinstance(values[name], kind):
             raise TypeError(f"{name} is {values[name]!r}")
-    for name, value in values["limits"].items():
+    for name, value in (values["limits"] | {"tp_size": values["tp_size"]}).items():
         if type(value) is not int or value < 1:
             raise TypeError(f"{name} is {value!r}, not an integer of at least 1")
     for name in ("path", "kind"):
@@ -147,3 +149,7 @@ def _check_values(values: dict) -> None:
     for name, record in values["files"].items():
         if not isinstance(record, dict):
             raise TypeError(f"files: {name} is {record!r}")
+    ranks = Counter(re.sub(r"rank\d+", "rank*", name) for name in values["files"])
+    for name, count in ranks.items():
+        if count != values["tp_size"]:
+            raise TypeError(f"files: {count} of {name}, tp_size is {values['tp_size']}")

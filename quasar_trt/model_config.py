@@ -19,6 +19,7 @@ _SIZES = {
     "head_size": 1,
     "vocab_size": 1,
     "max_position_embeddings": 2,
+    "tp_size": 1,
 }
 _FLAGS = ("qkv_bias", "dense_bias", "mlp_bias", "tie_word_embeddings")
 
@@ -50,6 +51,8 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     # Positions that some layers see, where that is fewer than all; engines see all, which is the same up to so many tokens.
     sliding_window: int | None = None
+    # Above 1 this is one rank's share of a model, see `tensor_parallel.rank_config`.
+    tp_size: int = 1
 
     def __post_init__(self):
         if not isinstance(self.architecture, str):
@@ -86,6 +89,11 @@ class ModelConfig:
     def attention_size(self) -> int:
         """Columns of the attention output projection."""
         return self.num_attention_heads * self.head_size
+
+    @property
+    def logits_size(self) -> int:
+        """Rows of the head: of vocab_size, padded to a multiple of tp_size, one rank's share. The padding is at the end."""
+        return -(-self.vocab_size // self.tp_size)
 
     def to_dict(self) -> dict:
         return dataclasses.asdict(self)

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from quasar_trt.architectures import architecture_of
+from quasar_trt.architectures import architecture_of, hadamard_blocks
 from quasar_trt.checkpoint import LAYER_PREFIX, checkpoint_config, checkpoint_spec
 from quasar_trt.engines.reference import ReferenceModel
 from quasar_trt.manifest import Limits, Manifest
@@ -78,7 +78,8 @@ def tiny_model(architecture: str, seed: int = 0, **overrides) -> PreTrainedModel
     standard deviation is above 1) and that every layer, norm and bias matters to them.
     """
     model_class, fields = MODELS[architecture]
-    model = model_class(model_class.config_class(**SIZES | fields | overrides)).eval()
+    values = copy.deepcopy(SIZES | fields | overrides)  # transformers writes into the rope parameters that it is given
+    model = model_class(model_class.config_class(**values)).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, weight in sorted(model.named_parameters()):
         noise = torch.randn(weight.shape, generator=generator)
@@ -148,7 +149,10 @@ def checkpoint_tensors(model: PreTrainedModel) -> tuple[ModelConfig, dict[str, T
 def quantized_tensors(
     config: ModelConfig, tensors: Mapping[str, Tensor], recipe: Recipe, calibration: Sequence[Sequence[int]]
 ) -> dict[str, Tensor]:
-    """Smooths and quantizes BF16 checkpoint tensors after looking at the activations of the `calibration` ids."""
+    """Smooths and quantizes BF16 checkpoint tensors after looking at the activations of the `calibration` ids.
+
+    Of a rotated recipe only what engines do at run time: the residual stream keeps its basis. Rounding is to nearest.
+    """
     largest: dict[str, Tensor] = {}
 
     def observe(name: str, x: Tensor) -> None:
@@ -160,10 +164,13 @@ def quantized_tensors(
         model(ids)
     found: dict[str, Tensor] = dict(tensors)
     architecture = architecture_of(config)
+    blocks = hadamard_blocks(config, recipe)
     for i in range(config.num_hidden_layers):
         prefix = LAYER_PREFIX.format(i=i)
         for group in (*architecture.norms, *(linear.name for linear in architecture.linears if linear.norm is None)):
             members = [prefix + linear.name for linear in architecture.linears if group in (linear.norm, linear.name)]
+            if not recipe.quantizes(members[0]):
+                continue
             weights = {name: tensors[f"{name}.weight"].float() for name in members}
             columns = torch.cat(list(weights.values())).abs().amax(dim=0).clamp(min=1e-5)
             alpha = 0.5 if recipe.smoothquant is None else recipe.smoothquant
@@ -177,10 +184,17 @@ def quantized_tensors(
             else:
                 found[f"{prefix}{group}.smoother"] = smoother[None]
             for name, weight in weights.items():
-                found[f"{name}.weight"], found[f"{name}.per_channel_scale"] = _quantize_rows(weight * smoother)
+                smoothed = _transform_columns(weight * smoother, blocks.get(group, 1))
+                found[f"{name}.weight"], found[f"{name}.per_channel_scale"] = _quantize_rows(smoothed)
     if recipe.quantize_lm_head:
         found["lm_head.weight"], found["lm_head.per_channel_scale"] = _quantize_rows(tensors["lm_head.weight"].float())
     return {name: found[name] for name in checkpoint_spec(config, recipe)}
+
+
+def _transform_columns(weight: Tensor, size: int) -> Tensor:
+    """Each block of `size` columns times the orthonormal Hadamard matrix, whose signs are the parities of common bits."""
+    signs = [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
+    return torch.cat([block @ torch.tensor(signs) / size**0.5 for block in weight.split(size, dim=1)], dim=1)
 
 
 def _quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,20 +1,31 @@
-"""Tiny GGUF files: a tiny Llama as llama.cpp stores it, with a byte-level tokenizer."""
+"""Tiny GGUF files: a tiny model as llama.cpp stores it, with a byte-level tokenizer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
 from tokenizers import pre_tokenizers
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
+# architecture -> (general.architecture, whether llama.cpp moves rows of q and k)
+ARCHITECTURES = {
+    "LlamaForCausalLM": ("llama", True),
+    "MistralForCausalLM": ("llama", True),
+    "Qwen2ForCausalLM": ("qwen2", False),
+    "Qwen3ForCausalLM": ("qwen3", False),
+    "PanguEmbeddedForCausalLM": ("pangu-embedded", False),
+}
 NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -41,16 +52,21 @@ def byte_vocabulary(extra: list[str]) -> list[str]:
 
 def write_gguf(
     path: Path,
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     *,
     pre: str = "gpt-2",
     block_type: str | None = None,
-    architecture: str = "llama",
+    architecture: str | None = None,
+    tokenizer: Callable[[gguf.GGUFWriter], None] | None = None,
     **extra,
 ) -> Path:
-    """`extra` are further metadata values. block_type: quantization of the matrices, e.g. "Q8_0"; float32 without."""
+    """`extra` are further metadata values. block_type: quantization of the matrices, e.g. "Q8_0"; float32 without.
+
+    architecture: general.architecture, that of the model without. tokenizer: writes another one than the byte-level one.
+    """
     config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
+    name, moved = ARCHITECTURES[type(model).__name__]
+    writer = gguf.GGUFWriter(path, architecture or name)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -61,8 +77,37 @@ def write_gguf(
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if tokenizer:
+        tokenizer(writer)
+    else:
+        _add_byte_level(writer, pre, config.vocab_size)
+    for key, value in extra.items():
+        if hasattr(writer, f"add_{key}"):
+            getattr(writer, f"add_{key}")(value)
+        else:  # a key without a method of its own
+            writer.add_float32(f"{architecture or name}.{key}", value)
+    for tensor_name, tensor in model.state_dict().items():
+        if tensor_name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        array = tensor.float().numpy()
+        for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+            if moved and f".{part}." in tensor_name:
+                array = llama_cpp_order(array, heads)
+        if block_type and array.ndim == 2:
+            kind = gguf.GGMLQuantizationType[block_type]
+            writer.add_tensor(_gguf_name(tensor_name), gguf.quants.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(_gguf_name(tensor_name), np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_byte_level(writer: gguf.GGUFWriter, pre: str, vocab_size: int) -> None:
     tokens = byte_vocabulary(["12", "<end>"])
-    tokens += [f"<unused{i}>" for i in range(config.vocab_size - len(tokens))]
+    tokens += [f"<unused{i}>" for i in range(vocab_size - len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
@@ -70,25 +115,6 @@ def write_gguf(
     writer.add_token_merges(["1 2"])
     writer.add_eos_token_id(tokens.index("<end>"))
     writer.add_bos_token_id(tokens.index("<end>"))
-    for key, value in extra.items():
-        getattr(writer, f"add_{key}")(value)
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        array = tensor.float().numpy()
-        for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
-            if f".{part}." in name:
-                array = llama_cpp_order(array, heads)
-        if block_type and array.ndim == 2:
-            kind = gguf.GGMLQuantizationType[block_type]
-            writer.add_tensor(_gguf_name(name), gguf.quants.quantize(array, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(_gguf_name(name), np.ascontiguousarray(array))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def _gguf_name(name: str) -> str:

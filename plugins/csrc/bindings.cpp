@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -38,37 +39,43 @@ const T* pointer(const py::dict& tensors, const std::string& name) {
   return static_cast<const T*>(array.data());
 }
 
-Weight weight_named(const py::dict& tensors, const std::string& name, int k) {
-  return {pointer<void>(tensors, name + ".weight"), pointer<float>(tensors, name + ".scale"),
-          pointer<float>(tensors, name + ".bias"), k};
+// A weight with a scale is INT8 and reads `codes`; one without is BF16.
+Linear linear_named(const py::dict& tensors, const std::string& name, int k, Input codes, int hadamard) {
+  const Weight weight{pointer<void>(tensors, name + ".weight"), pointer<float>(tensors, name + ".scale"),
+                      pointer<float>(tensors, name + ".bias"), k};
+  return {weight, weight.scale ? codes : Input::kFloats, pointer<float>(tensors, name + ".inverse_smoother"), hadamard};
 }
 
 class PyDecoder {
  public:
   // `tensors`: packed arrays by name (kept alive here), with "rope.cos" and "rope.sin" [max_seq_len, head / 2] among them.
+  // `shape`: sizes, the bits of the layers' activations, and the columns of the Hadamard blocks by name of a linear.
   PyDecoder(const py::dict& shape, py::dict tensors, int threads, const std::string& isa) : tensors_(std::move(tensors)) {
     const auto number = [&](const char* name) { return py::cast<int>(shape[name]); };
     shape_ = {number("layers"), number("hidden"), number("intermediate"), number("heads"), number("kv_heads"), number("head"),
-              number("vocab"), py::cast<float>(shape["norm_epsilon"]), py::cast<bool>(shape["quantized"]),
-              py::cast<bool>(shape["head_quantized"]), number("max_rows"), number("max_seq_len")};
+              number("vocab"), py::cast<float>(shape["norm_epsilon"]), number("max_rows"), number("max_seq_len")};
+    const Input codes = number("activations") == 16 ? Input::kCodes16 : Input::kCodes8;
+    const auto blocks = py::cast<std::map<std::string, int>>(shape["hadamard_blocks"]);
     DecoderWeights weights;
     weights.embedding = pointer<uint16_t>(tensors_, "transformer.vocab_embedding.weight");
     weights.final_norm = pointer<float>(tensors_, "transformer.ln_f.weight");
-    weights.head = weight_named(tensors_, "lm_head", shape_.hidden);
+    weights.head = linear_named(tensors_, "lm_head", shape_.hidden, Input::kCodes16, 0);
     weights.cos = pointer<float>(tensors_, "rope.cos");
     weights.sin = pointer<float>(tensors_, "rope.sin");
     for (int i = 0; i < shape_.layers; ++i) {
       const std::string prefix = "transformer.layers." + std::to_string(i) + ".";
+      const auto linear = [&](const std::string& name, int k) {
+        const auto block = blocks.find(name);
+        return linear_named(tensors_, prefix + name, k, codes, block == blocks.end() ? 0 : block->second);
+      };
       weights.layers.push_back({pointer<float>(tensors_, prefix + "input_layernorm.weight"),
                                 pointer<float>(tensors_, prefix + "post_layernorm.weight"),
                                 pointer<float>(tensors_, prefix + "attention.q_layernorm.weight"),
                                 pointer<float>(tensors_, prefix + "attention.k_layernorm.weight"),
-                                weight_named(tensors_, prefix + "attention.qkv", shape_.hidden),
-                                weight_named(tensors_, prefix + "attention.dense", shape_.heads * shape_.head),
-                                weight_named(tensors_, prefix + "mlp.fc_gate", shape_.hidden),
-                                weight_named(tensors_, prefix + "mlp.proj", shape_.intermediate),
-                                pointer<float>(tensors_, prefix + "attention.dense.inverse_smoother"),
-                                pointer<float>(tensors_, prefix + "mlp.proj.inverse_smoother")});
+                                linear("attention.qkv", shape_.hidden),
+                                linear("attention.dense", shape_.heads * shape_.head),
+                                linear("mlp.fc_gate", shape_.hidden),
+                                linear("mlp.proj", shape_.intermediate)});
     }
     decoder_ = std::make_unique<Decoder>(shape_, std::move(weights), threads, kernels_named(isa));
   }
@@ -125,7 +132,7 @@ using Vector = std::optional<Array<float>>;
 const float* data(const Vector& vector) { return vector ? vector->data() : nullptr; }
 
 template <class Code>
-py::tuple quantize(const Array<float>& x, const Vector& inverse_smoother, const std::string& isa) {
+py::tuple quantize(const Array<float>& x, const Vector& inverse_smoother, int hadamard, const std::string& isa) {
   const int n = static_cast<int>(x.shape(1));
   Array<Code> q({x.shape(0), x.shape(1)});
   Array<float> scales(x.shape(0));
@@ -133,8 +140,9 @@ py::tuple quantize(const Array<float>& x, const Vector& inverse_smoother, const 
   const Kernels* kernels = kernels_named(isa);
   for (py::ssize_t r = 0; r < x.shape(0); ++r) {
     RowScale scale;
-    if constexpr (sizeof(Code) == 1) scale = kernels->quantize8(x.data(r, 0), data(inverse_smoother), n, scratch.data(), q.mutable_data(r, 0));
-    else scale = kernels->quantize16(x.data(r, 0), data(inverse_smoother), n, scratch.data(), q.mutable_data(r, 0));
+    const float *from = x.data(r, 0), *smoother = data(inverse_smoother);
+    if constexpr (sizeof(Code) == 1) scale = kernels->quantize8(from, smoother, hadamard, n, scratch.data(), q.mutable_data(r, 0));
+    else scale = kernels->quantize16(from, smoother, hadamard, n, scratch.data(), q.mutable_data(r, 0));
     scales.mutable_at(r) = scale.scale;
   }
   return py::make_tuple(q, scales);

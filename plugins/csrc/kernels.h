@@ -54,9 +54,11 @@ struct Kernels {
   void (*silu_mul)(const float* gate, const float* up, int n, float* y);
   // q = round_half_even(x / scale), scale = max|x| / 127 (or 32767); 1 for a row of zeros, or so small that its scale would be
   // subnormal. NaN anywhere makes the scale NaN.
-  // inverse_smoother may be null; x is [n], q is written up to padded(n).
-  RowScale (*quantize8)(const float* x, const float* inverse_smoother, int n, float* scratch, int8_t* q);
-  RowScale (*quantize16)(const float* x, const float* inverse_smoother, int n, float* scratch, int16_t* q);
+  // x is [n], q is written up to padded(n). What is quantized is x, or with an inverse smoother x * inverse_smoother in scratch,
+  // each block of `hadamard` columns of which (0: none; a power of two that divides n) is multiplied by the orthonormal
+  // Hadamard matrix of Sylvester's construction.
+  RowScale (*quantize8)(const float* x, const float* inverse_smoother, int hadamard, int n, float* scratch, int8_t* q);
+  RowScale (*quantize16)(const float* x, const float* inverse_smoother, int hadamard, int n, float* scratch, int16_t* q);
   // Linears over blocks [begin, end) of the weight and all `rows`; x rows are `stride` elements apart.
   void (*linear_w8a8)(const Weight&, const int8_t* x, int stride, const RowScale*, int rows, int begin, int end, Output);
   void (*linear_w8a16)(const Weight&, const int16_t* x, int stride, const RowScale*, int rows, int begin, int end, Output);

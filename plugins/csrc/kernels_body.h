@@ -48,21 +48,45 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* y) {
   for (int i = 0; i < end; i += 16) store(y + i, mul(mul(load(x + i), set1(inverse)), load(weight + i)));
 }
 
+// A butterfly within each vector: lanes i and i + H become their sum and their difference.
+template <int H>
+inline F butterfly(F x) {
+  float signs[16];
+  for (int i = 0; i < 16; ++i) signs[i] = i & H ? -1.0f : 1.0f;
+  return fma(x, load(signs), swap_lanes<H>(x));
+}
+
+// y = x * inverse_smoother, then the fast Walsh-Hadamard transform of each block: first within vectors, then between them.
+void smooth(const float* x, const float* inverse_smoother, int hadamard, int n, float* y) {
+  const int end = padded(n);
+  const F norm = set1(hadamard ? 1.0f / __builtin_sqrtf(static_cast<float>(hadamard)) : 1.0f);
+  for (int i = 0; i < end; i += 16) {
+    F v = mul(mul(load(x + i), load(inverse_smoother + i)), norm);
+    if (hadamard > 1) v = butterfly<1>(v);
+    if (hadamard > 2) v = butterfly<2>(v);
+    if (hadamard > 4) v = butterfly<4>(v);
+    if (hadamard > 8) v = butterfly<8>(v);
+    store(y + i, v);
+  }
+  for (int half = 16; half < hadamard; half *= 2)
+    for (int block = 0; block < end; block += 2 * half)
+      for (int i = block; i < block + half; i += 16) {
+        const F a = load(y + i), b = load(y + i + half);
+        store(y + i, add(a, b));
+        store(y + i + half, sub(a, b));
+      }
+}
+
 // The absolute maximum is taken over bit patterns as integers: there NaN is larger than every number, so it is not lost.
 template <class Code>
-RowScale quantize(const float* x, const float* inverse_smoother, int n, float* scratch, Code* q) {
+RowScale quantize(const float* x, const float* inverse_smoother, int hadamard, int n, float* scratch, Code* q) {
   const int end = padded(n);
-  I largest = set1(int32_t{0});
   if (inverse_smoother) {
-    for (int i = 0; i < end; i += 16) {
-      const F y = mul(load(x + i), load(inverse_smoother + i));
-      store(scratch + i, y);
-      largest = max(largest, abs_bits(y));
-    }
+    smooth(x, inverse_smoother, hadamard, n, scratch);
     x = scratch;
-  } else {
-    for (int i = 0; i < end; i += 16) largest = max(largest, abs_bits(load(x + i)));
   }
+  I largest = set1(int32_t{0});
+  for (int i = 0; i < end; i += 16) largest = max(largest, abs_bits(load(x + i)));
   const float absmax = reduce_max_bits(largest);
   const float limit = sizeof(Code) == 1 ? 127.0f : 32767.0f;
   const float scale = absmax < limit * kSmallestNormal ? 1.0f : absmax / limit;
@@ -78,8 +102,12 @@ RowScale quantize(const float* x, const float* inverse_smoother, int n, float* s
   return {scale, total};
 }
 
-RowScale quantize8(const float* x, const float* s, int n, float* scratch, int8_t* q) { return quantize(x, s, n, scratch, q); }
-RowScale quantize16(const float* x, const float* s, int n, float* scratch, int16_t* q) { return quantize(x, s, n, scratch, q); }
+RowScale quantize8(const float* x, const float* smoother, int hadamard, int n, float* scratch, int8_t* q) {
+  return quantize(x, smoother, hadamard, n, scratch, q);
+}
+RowScale quantize16(const float* x, const float* smoother, int hadamard, int n, float* scratch, int16_t* q) {
+  return quantize(x, smoother, hadamard, n, scratch, q);
+}
 
 // A tile: R rows against one block of 16 output channels.
 
@@ -139,17 +167,25 @@ struct TileW8A16 {
     for (int r = 0; r < R; ++r) xr[r] = x + static_cast<int64_t>(row + r) * stride;
     for (int begin = 0; begin < groups; begin += kFlushGroups) {
       const int end = begin + kFlushGroups < groups ? begin + kFlushGroups : groups;
-      A16 acc[R];
-      for (int r = 0; r < R; ++r) acc[r] = zero_a16();
-      for (int g = begin; g < end; ++g) {
+      I acc[R][2];
+      for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = set1(int32_t{0});
+      const auto add_group = [&](int g) {
         prefetch(w + g * 64 + kPrefetchBytes);
-        const W16 wv = load_w16(w + g * 64);
-        for (int r = 0; r < R; ++r) acc[r] = dot4(acc[r], wv, xr[r] + g * 4);
+        const auto w0 = load_w16(w + g * 64), w1 = load_w16(w + g * 64 + 32);
+        for (int r = 0; r < R; ++r) {
+          acc[r][0] = dot4(acc[r][0], w0, xr[r] + g * 4);
+          acc[r][1] = dot4(acc[r][1], w1, xr[r] + g * 4);
+        }
+      };
+      int g = begin;
+      for (; g + 2 <= end; g += 2) {  // two at a time: compilers then copy fewer registers
+        add_group(g);
+        add_group(g + 1);
       }
+      for (; g < end; ++g) add_group(g);
       for (int r = 0; r < R; ++r) {
-        int32_t pairs[32];
-        store(pairs, acc[r]);
-        for (int i = 0; i < 16; ++i) total[r][i] += static_cast<double>(pairs[2 * i] + pairs[2 * i + 1]);
+        add_pairs(total[r], acc[r][0]);
+        add_pairs(total[r] + 8, acc[r][1]);
       }
     }
     for (int r = 0; r < R; ++r) {

@@ -1,4 +1,4 @@
-"""The native CPU engine: runs a decoder pass from the packed, memory-mapped `rank0.engine` in one native call.
+"""The native CPU engine: runs a decoder pass from the packed, memory-mapped `rank{r}.engine` in one native call.
 
 Values are rounded to BF16 in two places only: the weights (as built) and the keys and values in the cache. Logits are
 float32. Row invariance holds bit for bit: a row's logits do not depend on the rows, sequences, threads or prefill chunks
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from quasar_trt.checkpoint import check_tensors
+from quasar_trt.architectures import hadamard_blocks
+from quasar_trt.checkpoint import check_hadamard_blocks, check_tensors
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.engines.cpu_layout import LAYOUT_VERSION, packed_spec
 from quasar_trt.errors import QuasarError, unknown
@@ -22,6 +23,7 @@ from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins import native
 from quasar_trt.recipe import Recipe
 from quasar_trt.rope import rope_tables
+from quasar_trt.tensor_parallel import refuse_several_ranks
 from quasar_trt.tensorfile import map_tensors, read_header
 
 MAX_ROWS = 256
@@ -36,7 +38,7 @@ class CpuEngine(Engine):
         """Maps `path`, a `rank0.engine`.
 
         threads: native threads, default all cores of the process. isa: one of `native.isa_names()`, "" for the best here.
-        Raises QuasarError for a file of another layout or a machine without the native extension.
+        Raises QuasarError for a file of another layout or of one of several ranks, or a machine without the native extension.
         """
         if native.UNAVAILABLE:
             raise QuasarError(f"engine 'cpu' cannot run: {native.UNAVAILABLE}")
@@ -46,6 +48,7 @@ class CpuEngine(Engine):
         if threads < 1:
             raise QuasarError(f"threads is {threads}; allowed: 1 or more")
         self.config, self.recipe = _read_description(path)
+        refuse_several_ranks(path, self.config.tp_size)
         self.max_seq_len = max_seq_len
         self.threads = threads
         self.isa = isa or native.isa_names()[0]
@@ -66,8 +69,8 @@ class CpuEngine(Engine):
             "head": self.config.head_size,
             "vocab": self.config.vocab_size,
             "norm_epsilon": self.config.norm_epsilon,
-            "quantized": self.recipe.quantized,
-            "head_quantized": self.recipe.quantize_lm_head,
+            "activations": self.recipe.activations or 0,
+            "hadamard_blocks": hadamard_blocks(self.config, self.recipe),
             "max_rows": max_rows,
             "max_seq_len": max_seq_len,
         }
@@ -133,7 +136,9 @@ def _read_description(path: Path) -> tuple[ModelConfig, Recipe]:
     try:
         config = ModelConfig.from_dict(json.loads(metadata["model"]))
         recipe = Recipe.from_dict(json.loads(metadata["recipe"]))
+        blocks = json.loads(metadata["hadamard_blocks"])
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise QuasarError(f"{path} does not describe its model ({error!r}); build the engine again") from None
+    check_hadamard_blocks(blocks, config, recipe, str(path))
     check_tensors(specs, packed_spec(config, recipe), str(path))
     return config, recipe

@@ -1,4 +1,4 @@
-"""The packed weight file of the CPU target, `rank0.engine`: which tensors it holds and how each is laid out.
+"""The packed weight file of the CPU target, `rank{r}.engine`: which tensors it holds and how each is laid out.
 
 Weights are packed as `quasar_trt.plugins.packing` says. Gate and up projection are one linear, `mlp.fc_gate`, whose blocks alternate (fc, gate, fc,
 gate, ...): whoever computes a block of the gate has the matching block of the up projection at hand for silu(gate) * up.
@@ -7,7 +7,7 @@ gate, ...): whoever computes a block of the gate has the matching block of the u
 from __future__ import annotations
 
 from quasar_trt.architectures import architecture_of
-from quasar_trt.checkpoint import EMBEDDING, LAYER_PREFIX
+from quasar_trt.checkpoint import EMBEDDING, LAYER_PREFIX, check_exclusions
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins.packing import packed_shape, padded
 from quasar_trt.recipe import Recipe
@@ -16,21 +16,12 @@ from quasar_trt.tensorfile import TensorSpec
 LAYOUT_VERSION = "1"
 
 
-def layer_linears(config: ModelConfig) -> list[tuple[str, int, int, bool, bool]]:
-    """(name, n, k, has bias, has explicit smoother) of each packed linear of a layer."""
-    linears = []
-    for linear in architecture_of(config).linears:
-        name, n = linear.name, linear.out_features(config)
-        if name == "mlp.gate":
-            continue  # half of mlp.fc_gate
-        if name == "mlp.fc":
-            name, n = "mlp.fc_gate", 2 * padded(n)
-        linears.append((name, n, linear.in_features(config), linear.bias(config), linear.norm is None))
-    return linears
-
-
 def packed_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec]:
-    """Every tensor of `rank0.engine`, in writing order. The embedding, whose size need not be aligned, comes last."""
+    """Every tensor of a packed file, in writing order: of the whole model, or of each rank for `rank_config`.
+
+    The embedding, whose size need not be aligned, comes last. Raises QuasarError as `check_exclusions` does.
+    """
+    check_exclusions(config, recipe)
     spec: dict[str, TensorSpec] = {}
 
     def vector(name: str, size: int) -> None:
@@ -51,9 +42,15 @@ def packed_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec]:
             vector(f"{prefix}{norm}.weight", config.hidden_size)
         for norm in architecture_of(config).head_norms:
             vector(f"{prefix}{norm}.weight", config.head_size)
-        for name, n, k, bias, smoother in layer_linears(config):
-            linear(prefix + name, n, k, bias, smoother, recipe.quantized)
+        for part in architecture_of(config).linears:
+            name, n = part.name, part.out_features(config)
+            if name == "mlp.gate":
+                continue  # half of mlp.fc_gate
+            if name == "mlp.fc":
+                name, n = "mlp.fc_gate", 2 * padded(n)
+            quantized = recipe.quantizes(prefix + part.name)
+            linear(prefix + name, n, part.in_features(config), part.bias(config), part.norm is None, quantized)
     vector("transformer.ln_f.weight", config.hidden_size)
-    linear("lm_head", config.vocab_size, config.hidden_size, False, False, recipe.quantize_lm_head)
+    linear("lm_head", config.logits_size, config.hidden_size, False, False, recipe.quantize_lm_head)
     spec[EMBEDDING] = TensorSpec("BF16", (config.vocab_size, config.hidden_size))
     return spec

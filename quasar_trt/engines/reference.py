@@ -25,6 +25,7 @@ from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins import reference as ops
 from quasar_trt.recipe import Recipe
 from quasar_trt.rope import rope_tables
+from quasar_trt.tensor_parallel import refuse_several_ranks
 from quasar_trt.tensorfile import map_tensors
 
 Observe = Callable[[str, Tensor], None]
@@ -79,6 +80,7 @@ class ReferenceModel:
         (another dtype than `dtype` is converted at every use: give FP32 where speed matters more than memory).
     observe: called as observe(name, x) with the float input x [rows, in_features] of every linear of the layers before it
         is quantized; name is the checkpoint name without ".weight".
+    blocks: columns of Hadamard blocks as `hadamard_blocks` gives them, the configuration's own when None.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class ReferenceModel:
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype = torch.float32,
         observe: Observe | None = None,
+        blocks: Mapping[str, int] | None = None,
     ):
         self.config = config
         self.recipe = recipe
@@ -95,7 +98,7 @@ class ReferenceModel:
         self.observe = observe
         self.tensors = tensors
         self.device = next(iter(tensors.values())).device
-        self._blocks = hadamard_blocks(config, recipe)
+        self._blocks = hadamard_blocks(config, recipe) if blocks is None else blocks
         self._head_norms = bool(architecture_of(config).head_norms)
         self._cos = self._sin = torch.empty(0, config.head_size // 2, device=self.device)
 
@@ -239,12 +242,13 @@ class ReferenceEngine(Engine):
         kv_dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cpu",
     ) -> ReferenceEngine:
-        """Opens the checkpoint inside an engine directory. Raises QuasarError when it is not whole."""
-        limits = Manifest.open(engine_dir).limits
+        """Opens the checkpoint inside an engine directory. Raises QuasarError when it is not whole, or has several ranks."""
+        manifest = Manifest.open(engine_dir)
+        refuse_several_ranks(engine_dir, manifest.tp_size)
         checkpoint = Checkpoint.open(Path(engine_dir) / "checkpoint")
-        tensors = {name: tensor.to(device) for name, tensor in load_tensors(checkpoint.path).items()}
+        tensors = {name: tensor.to(device) for name, tensor in load_tensors(checkpoint.paths[0]).items()}
         model = ReferenceModel(checkpoint.config, checkpoint.recipe, tensors)
-        return cls(model, max_seq_len=limits.max_seq_len, max_rows=max_rows, kv_dtype=kv_dtype)
+        return cls(model, max_seq_len=manifest.limits.max_seq_len, max_rows=max_rows, kv_dtype=kv_dtype)
 
     def open(self) -> int:
         handle = next(self._handles)

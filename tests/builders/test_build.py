@@ -67,7 +67,7 @@ def test_the_directory_holds_everything(engine_dir):
     calibration = {key: manifest.calibration[key] for key in ("source", "samples", "tokens", "seed")}
     assert calibration == {"source": "self-generated", "samples": 4, "tokens": 128, "seed": 0}
     checkpoint = Checkpoint.open(engine_dir / "checkpoint")
-    assert load_tensors(checkpoint.path).keys() == checkpoint_spec(checkpoint.config, Recipe()).keys()
+    assert load_tensors(checkpoint.paths[0]).keys() == checkpoint_spec(checkpoint.config, Recipe()).keys()
     fidelity = json.loads((engine_dir / "fidelity.json").read_text())
     assert fidelity["tokens"] == 8 * 128
     assert 0 < fidelity["kl"] < 0.05

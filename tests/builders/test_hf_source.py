@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny import LLAMA3, checkpoint_tensors, model_config, save_hf, tiny_llama, tiny_model
 from tiny_tokenizer import save_tokenizer
 
-from quasar_trt.builders.convert import convert
+from quasar_trt.builders.convert import Converter
 from quasar_trt.builders.hf_config import model_config as parse
 from quasar_trt.builders.source import open_source
 from quasar_trt.errors import QuasarError
@@ -59,7 +60,7 @@ def test_tensors_and_config_equal_the_models(tmp_path, shard, architecture, over
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 or shard == "5GB"
     expected_config, expected = checkpoint_tensors(model)
     assert source.config == expected_config == model_config(model)
-    found = convert(source, lambda count: None)
+    found = dict(Converter(source))
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], tensor), name
@@ -69,8 +70,8 @@ def test_tied_head_is_the_embedding(tmp_path):
     model = tiny_llama(4, tie_word_embeddings=True)
     source = open_source(str(save_hf(model, tmp_path)))
     assert "lm_head.weight" not in source.names
-    tensors = convert(source, lambda count: None)
-    assert tensors["lm_head.weight"] is tensors["transformer.vocab_embedding.weight"]
+    tensors = dict(Converter(source))
+    assert torch.equal(tensors["lm_head.weight"], tensors["transformer.vocab_embedding.weight"])
 
 
 def test_tied_with_a_head_of_its_own_is_accepted_only_when_equal(tmp_path):
@@ -114,8 +115,8 @@ def test_every_wrong_shape_is_listed_from_the_headers_alone(tmp_path):
     del tensors["model.layers.0.input_layernorm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     message = refusal(tmp_path)
-    assert "model.norm.weight has shape [47], config.json says [48]" in message
-    assert "model.layers.1.mlp.up_proj.weight has shape [48, 80], config.json says [80, 48]" in message
+    assert "model.norm.weight has shape [47], the configuration says [48]" in message
+    assert "model.layers.1.mlp.up_proj.weight has shape [48, 80], the configuration says [80, 48]" in message
     assert "missing model.layers.0.input_layernorm.weight [48]" in message
 
 
@@ -185,13 +186,76 @@ def test_a_failing_hub_gives_one_line(monkeypatch):
     assert message.startswith("'someone/some-model' is no directory or file here") and "no route to host" in message
 
 
-def test_a_hub_model_is_refused_before_its_weights_are_fetched(monkeypatch, tmp_path):
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub whose repositories are all `directory`; `patterns` are those of the last download, None before."""
     import huggingface_hub
 
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *a, **k: str(tmp_path / "config.json"))
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("weights were fetched"))
+    class Hub:
+        directory = tmp_path / "hub"
+        patterns = None
+
+        def config(self, model, name):
+            return str(self.directory / name)
+
+        def snapshot(self, model, allow_patterns):
+            self.patterns = allow_patterns
+            return str(self.directory)
+
+    hub = Hub()
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub.config)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot)
+    return hub
+
+
+def test_a_hub_model_is_refused_before_its_weights_are_fetched(hub):
+    save_hf(tiny_model("MistralForCausalLM", 1, sliding_window=32), hub.directory)
+
+    def check(config):
+        if config.sliding_window:
+            raise QuasarError(f"{config.architecture} has sliding_window = {config.sliding_window}")
+
+    with pytest.raises(QuasarError, match="MistralForCausalLM has sliding_window = 32"):
+        open_source("someone/some-model", check=check)
+    edit(hub.directory, architectures=["GPT2LMHeadModel"])
     assert "GPT2LMHeadModel" in refusal("someone/some-model")
+    assert hub.patterns is None
+
+
+def test_a_hub_model_is_fetched_without_code_unless_that_is_trusted(hub):
+    save_hf(tiny_llama(1), hub.directory)
+    source = open_source("someone/some-model")
+    assert (source.path, source.config.hidden_size) == ("someone/some-model", 48)
+    wanted = ("tokenizer.model", "tokenizer_config.json", "added_tokens.json", "model-00001-of-00002.safetensors")
+    for name in wanted:
+        assert any(fnmatch(name, pattern) for pattern in hub.patterns), name
+    for name in ("tokenization_own.py", "pytorch_model.bin"):
+        assert not any(fnmatch(name, pattern) for pattern in hub.patterns), name
+    open_source("someone/some-model", trust_remote_code=True)
+    assert any(fnmatch("tokenization_own.py", pattern) for pattern in hub.patterns)
+
+
+def test_a_download_that_breaks_gives_one_line(hub, monkeypatch):
+    import huggingface_hub
+
+    save_hf(tiny_llama(1), hub.directory)
+
+    def fail(*args, **kwargs):
+        raise OSError("connection reset\nby peer")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    assert "connection reset by peer; check the name and the network" in refusal("someone/some-model")
+
+
+def test_a_local_model_is_checked_before_its_tensors(tmp_path):
+    save_hf(tiny_llama(1), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+
+    def check(config):
+        raise QuasarError(f"{config.max_position_embeddings} positions")
+
+    with pytest.raises(QuasarError, match="512 positions"):
+        open_source(str(tmp_path), check=check)
 
 
 @pytest.mark.parametrize(

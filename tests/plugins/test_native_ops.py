@@ -9,6 +9,7 @@ import torch
 from quasar_trt.plugins import native, reference
 
 ISAS = native.isa_names()
+BLOCKS = [(2, 50), (4, 20), (8, 24), (16, 80), (32, 96), (64, 576), (512, 1536)]  # columns of a Hadamard block, k
 SHAPES = [(1, 16, 16), (2, 48, 33), (3, 100, 80), (5, 576, 96), (8, 1030, 17), (13, 2, 5)]  # rows, k, n
 
 pytestmark = pytest.mark.parametrize("isa", ISAS)
@@ -56,6 +57,29 @@ def test_quantizing_operations_agree_with_the_reference(name, k, isa):
     assert (q == expected_q.numpy()).mean() > 0.99
 
 
+@pytest.mark.parametrize("activations", [8, 16])
+@pytest.mark.parametrize(("block", "k"), [(0, 50), *BLOCKS])
+@pytest.mark.parametrize("name", ["smooth_quantize", "silu_mul_smooth_quantize"])
+def test_smoothed_and_transformed_rows_agree_with_the_reference(name, block, k, activations, isa):
+    arguments = OPERATIONS[name](k)
+    q, scale = getattr(native, name)(*arguments, block, activations, isa=isa)
+    expected_q, expected_scale = getattr(reference, name)(*to_torch(*arguments), block, activations)
+    assert q.dtype == expected_q.numpy().dtype
+    np.testing.assert_allclose(scale, expected_scale.numpy(), rtol=2e-6)  # sums of up to 512 values in another order
+    # a sum in another order may flip a tie
+    assert np.abs(q.astype(int) - expected_q.numpy().astype(int)).max() <= 1
+    if activations == 8:
+        assert (q == expected_q.numpy()).mean() > 0.99
+
+
+@pytest.mark.parametrize(("block", "k"), BLOCKS)
+def test_a_nan_makes_its_transformed_row_nan_and_no_other(block, k, isa):
+    x = random(3, k)
+    x[1, k - 1] = np.nan
+    _, scale = native.smooth_quantize(x, np.ones(k, np.float32), block, isa=isa)
+    assert np.isnan(scale).tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize(("rows", "k", "n"), SHAPES)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_w8a8_linear_equals_the_reference(rows, k, n, with_bias, isa):
@@ -100,7 +124,7 @@ def test_quantizing_known_rows_gives_the_known_codes(isa):
     x = np.zeros((3, 20), np.float32)
     x[0, :4] = [-1, 0.999, 0, 0.5]
     x[2] = -3.0
-    q, scale = native.smooth_quantize(x, None, isa=isa)
+    q, scale = native.quantize_8(x, isa=isa)
     np.testing.assert_array_equal(q[0, :4], [-127, 127, 0, 64])  # 63.5 goes to the even 64
     np.testing.assert_allclose(scale, [1 / 127, 1.0, 3 / 127], rtol=1e-7)
     assert (q[1] == 0).all()
@@ -110,7 +134,7 @@ def test_quantizing_known_rows_gives_the_known_codes(isa):
 def test_a_nan_makes_its_row_nan_and_no_other(isa):
     x = random(3, 40)
     x[1, 7] = np.nan
-    q, scale = native.smooth_quantize(x, None, isa=isa)
+    q, scale = native.quantize_8(x, isa=isa)
     assert np.isnan(scale).tolist() == [False, True, False]
     y = native.w8a8_linear(q, scale, codes(16, 40), np.ones(16, np.float32), isa=isa)
     assert np.isnan(y).all(axis=1).tolist() == [False, True, False]
@@ -119,7 +143,7 @@ def test_a_nan_makes_its_row_nan_and_no_other(isa):
 def test_rows_too_small_for_a_normal_scale_count_as_zero(isa):
     x = np.full((1, 16), 190 * 1.4e-45, np.float32)
     for quantize, reference_quantize in [
-        (lambda x, isa: native.smooth_quantize(x, None, isa), reference.quantize_8),
+        (native.quantize_8, reference.quantize_8),
         (native.quantize_16, reference.quantize_16),
     ]:
         q, scale = quantize(x, isa=isa)
@@ -132,7 +156,7 @@ def test_the_reference_gives_nan_rows_too(isa):
     x = random(3, 40)
     x[1, 7] = np.nan
     _, expected = reference.quantize_8(torch.from_numpy(x))
-    np.testing.assert_allclose(native.smooth_quantize(x, None, isa=isa)[1], expected.numpy(), rtol=1e-6, equal_nan=True)
+    np.testing.assert_allclose(native.quantize_8(x, isa=isa)[1], expected.numpy(), rtol=1e-6, equal_nan=True)
 
 
 def test_vectors_of_the_wrong_length_are_refused(isa):
@@ -149,6 +173,16 @@ def test_vectors_of_the_wrong_length_are_refused(isa):
         native.rms_norm(random(1, 64), ones, 1e-5, isa=isa)
     with pytest.raises(ValueError, match="must be equal"):
         native.silu_mul_smooth_quantize(random(1, 64), random(1, 32), random(64), isa=isa)
+    with pytest.raises(ValueError, match="inv_smoother has shape"):
+        native.smooth_quantize(random(1, 64), random(32), isa=isa)
+
+
+@pytest.mark.parametrize("block", [3, 32, -8])
+def test_blocks_that_do_not_divide_the_row_are_refused(block, isa):
+    with pytest.raises(
+        ValueError, match=f"block has {block} columns; allowed: a power of two that divides the input's 48"
+    ):
+        native.smooth_quantize(random(1, 48), random(48), block, isa=isa)
 
 
 def test_strided_and_half_precision_vectors_are_read_right(isa):
@@ -194,3 +228,13 @@ def test_every_instruction_set_gives_the_bits_of_the_portable_one(k, isa):
         ),
     ]:
         np.testing.assert_array_equal(mine, portable)
+
+
+@pytest.mark.parametrize(("block", "k"), BLOCKS)
+def test_every_instruction_set_transforms_to_the_bits_of_the_portable_one(block, k, isa):
+    x, inv_smoother = random(5, k, scale=3), np.abs(random(k, seed=1)) + 0.1
+    for activations in (8, 16):
+        mine = native.smooth_quantize(x, inv_smoother, block, activations, isa=isa)
+        portable = native.smooth_quantize(x, inv_smoother, block, activations, isa="portable")
+        np.testing.assert_array_equal(mine[0], portable[0])
+        np.testing.assert_array_equal(mine[1], portable[1])

@@ -62,6 +62,33 @@ def test_smoothing_multiplies_by_the_inverse_smoother_before_the_maximum_is_take
     assert q.tolist() == [[127, -127, 64]]
 
 
+def test_a_hadamard_block_holds_the_signed_sums_of_its_columns():
+    y = ops.hadamard(rows([1.0, 2.0, 3.0, 4.0, 10.0, 0.0, 0.0, 0.0]), 4)
+    assert y.tolist() == [[5.0, -1.0, -2.0, 0.0, 5.0, 5.0, 5.0, 5.0]]
+
+
+@pytest.mark.parametrize("size", [2, 8, 16, 512])
+def test_hadamard_matrices_are_symmetric_orthonormal_and_of_the_parity_of_common_bits(size):
+    matrix = ops.hadamard_matrix(size)
+    parity = torch.tensor([[(i & j).bit_count() % 2 for j in range(size)] for i in range(size)])
+    torch.testing.assert_close(matrix, (1.0 - 2.0 * parity) / math.sqrt(size), rtol=1e-6, atol=0)
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(size), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [0, 3, 24])
+def test_hadamard_blocks_that_are_no_power_of_two_are_refused(size):
+    with pytest.raises(ValueError, match=f"{size} columns; allowed: a power of two"):
+        ops.hadamard_matrix(size)
+
+
+@pytest.mark.parametrize("activations", [8, 16])
+def test_the_transform_follows_the_smoothing_and_comes_before_the_maximum(activations):
+    q, scale = ops.smooth_quantize(rows([2.0, 4.0, 30.0, 0.0]), torch.tensor([1.0, 0.5, 0.1, 1.0]), 2, activations)
+    limit = 2 ** (activations - 1) - 1
+    assert scale.item() == pytest.approx(4 / math.sqrt(2) / limit, rel=1e-6)
+    assert q.tolist() == [[limit, 0, round(limit * 3 / 4), round(limit * 3 / 4)]]
+
+
 def test_bfloat16_input_is_quantized_as_its_float32_value():
     x = torch.randn(4, 33, generator=torch.Generator().manual_seed(1)).bfloat16()
     inv_smoother = torch.rand(33, generator=torch.Generator().manual_seed(2)) + 0.5

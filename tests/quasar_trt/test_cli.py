@@ -44,7 +44,7 @@ def test_help_loads_no_heavy_package_and_lists_every_command():
     )
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert result.stdout.endswith("[]\n")
-    for command in ("build", "generate", "bench", "info"):
+    for command in ("build", "generate", "bench", "eval", "info"):
         assert f"\n  {command} " in result.stdout
 
 

@@ -29,7 +29,7 @@ def test_a_damaged_group_is_one_line(engine_dirs, tmp_path):
     directory = tmp_path / "engine"
     shutil.copytree(engine_dirs["INT8"], directory)
     (directory / "fidelity.json").write_text('{"groups": {"a": {"alpha": 0.5}}}')
-    with pytest.raises(QuasarError, match="damaged: a group without its error"):
+    with pytest.raises(QuasarError, match="damaged: a group without its alpha, statistic or error"):
         show_engine(directory, Manifest.open(directory), Console(file=io.StringIO()))
 
 
@@ -39,7 +39,7 @@ def test_the_five_worst_groups_are_shown(engine_dirs, tmp_path):
     groups = {
         f"transformer.layers.{i}.mlp.proj": {"alpha": 0.6, "statistic": "3rms", "error": i / 100} for i in range(7)
     }
-    (directory / "fidelity.json").write_text(json.dumps({"kl": 0.01, "groups": groups}))
+    (directory / "fidelity.json").write_text(json.dumps({"groups": groups}))
     out = io.StringIO()
     show_engine(directory, Manifest.open(directory), Console(file=out, width=120))
     shown = out.getvalue().split("largest relative errors")[1]

@@ -77,8 +77,9 @@ def test_built_package_holds_all_three_folders(tmp_path):
     built = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
     assert {path.parts[0] for path in built} == {"quasar_trt"}
     for package, folder in FOLDERS.items():
-        for path in folder.rglob("*.py"):
-            assert Path(*package.split("."), path.relative_to(folder)) in built
+        for pattern in ("*.py", "*.txt"):
+            for path in folder.rglob(pattern):
+                assert Path(*package.split("."), path.relative_to(folder)) in built
 
 
 def test_source_distribution_holds_every_native_source(tmp_path):
@@ -98,7 +99,7 @@ def tracked() -> list[Path]:
 
 def test_the_test_extra_holds_nothing_that_is_not_used():
     names = {requirement.partition(">=")[0] for requirement in setup_arguments()["extras_require"]["test"]}
-    assert names == {"gguf", "pytest", "ruff"}
+    assert names == {"gguf", "matplotlib", "protobuf", "pytest", "ruff", "sentencepiece"}
 
 
 def test_version_and_entry_point():
@@ -110,9 +111,9 @@ def test_version_and_entry_point():
 
 def test_extras():
     extras = setup_arguments()["extras_require"]
-    stacks = {"gguf", "mpi", "triton", "tensorrt", "tensorrt-rtx", "tensorrt-llm", "serve", "bench", "eval", "test"}
-    assert set(extras) == stacks
-    assert set(extras["gguf"]) < set(extras["test"])
+    stacks = {"gguf", "mpi", "triton", "tensorrt", "tensorrt-rtx", "tensorrt-llm", "serve", "plot", "eval", "test"}
+    assert set(extras) == stacks | {"sentencepiece"}
+    assert set(extras["gguf"]) | set(extras["sentencepiece"]) < set(extras["test"])
 
 
 def test_info_names_extras_that_exist():

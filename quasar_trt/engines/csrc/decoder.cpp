@@ -17,15 +17,20 @@ Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, int threads,
   const int64_t rows = shape.max_rows;
   hidden_.resize(rows * padded(shape.hidden));
   qkv_.resize(rows * padded(shape.qkv()));
-  const auto prepare = [&](Activations& x, int n) {
-    x.stride = padded(n);
-    x.floats.resize(rows * x.stride);
-    x.codes8.resize(rows * x.stride);
+  const auto prepare = [&](Activations& x, const Linear& reader) {
+    x.stride = padded(reader.weight.k);
+    const int64_t size = rows * x.stride;
+    if (!x.floats.size()) x.floats.resize(size);
+    if (reader.input == Input::kCodes8 && !x.codes8.size()) x.codes8.resize(size);
+    if (reader.input == Input::kCodes16 && !x.codes16.size()) x.codes16.resize(size);
   };
-  prepare(normed_, shape.hidden);
-  prepare(attended_, shape.heads * shape.head);
-  prepare(gated_, shape.intermediate);
-  if (shape.head_quantized) normed_.codes16.resize(rows * normed_.stride);
+  for (const LayerWeights& layer : weights_.layers) {
+    prepare(normed_, layer.qkv);
+    prepare(attended_, layer.dense);
+    prepare(normed_, layer.fc_gate);
+    prepare(gated_, layer.proj);
+  }
+  prepare(normed_, weights_.head);
   const int widest = std::max({normed_.stride, attended_.stride, gated_.stride});
   for (auto& scratch : scratch_)
     scratch.floats.resize(std::max<int64_t>(widest, static_cast<int64_t>(kMaxQueries) * (padded(shape.max_seq_len) + padded(shape.head))));
@@ -100,7 +105,7 @@ void Decoder::layer(int index, int thread) {
   const Output residual{hidden_.get(), hidden, Epilogue::kAdd};
 
   normalize(w.input_norm, thread);
-  quantize(normed_, nullptr, shape_.hidden, thread);
+  quantize(w.qkv, normed_, rows, thread);
   pool_.barrier();
   linear(w.qkv, normed_, rows, shape_.qkv(), {qkv_.get(), padded(shape_.qkv()), Epilogue::kStore}, thread);
   pool_.barrier();
@@ -108,19 +113,19 @@ void Decoder::layer(int index, int thread) {
   pool_.barrier();
   attend(index, thread);
   pool_.barrier();
-  if (shape_.quantized) {
-    quantize(attended_, w.dense_smoother, shape_.heads * shape_.head, thread);
+  if (w.dense.input != Input::kFloats) {
+    quantize(w.dense, attended_, rows, thread);
     pool_.barrier();
   }
   linear(w.dense, attended_, rows, shape_.hidden, residual, thread);
   pool_.barrier();
   normalize(w.post_norm, thread);
-  quantize(normed_, nullptr, shape_.hidden, thread);
+  quantize(w.fc_gate, normed_, rows, thread);
   pool_.barrier();
   linear(w.fc_gate, normed_, rows, shape_.intermediate, {gated_.floats.get(), gated_.stride, Epilogue::kSiluMul}, thread);
   pool_.barrier();
-  if (shape_.quantized) {
-    quantize(gated_, w.proj_smoother, shape_.intermediate, thread);
+  if (w.proj.input != Input::kFloats) {
+    quantize(w.proj, gated_, rows, thread);
     pool_.barrier();
   }
   linear(w.proj, gated_, rows, shape_.hidden, residual, thread);
@@ -147,24 +152,29 @@ void Decoder::normalize(const float* weight, int thread) {
   }
 }
 
-// Rows of a quantized engine become codes; a BF16 engine keeps its floats.
-void Decoder::quantize(Activations& x, const float* inverse_smoother, int n, int thread) {
-  if (!shape_.quantized) return;
+// The first rows of x become the codes that their reader wants, if it wants codes.
+void Decoder::quantize(const Linear& reader, Activations& x, int rows, int thread) {
+  if (reader.input == Input::kFloats) return;
   float* scratch = scratch_[static_cast<size_t>(thread)].floats.get();
-  const auto [begin, end] = share(static_cast<int>(rows_.size()), thread, pool_.size());
+  const auto [begin, end] = share(rows, thread, pool_.size());
   for (int row = begin; row < end; ++row) {
     const int64_t at = static_cast<int64_t>(row) * x.stride;
-    scales_[static_cast<size_t>(row)] =
-        kernels_->quantize8(x.floats.get() + at, inverse_smoother, n, scratch, x.codes8.get() + at);
+    const auto codes = [&](auto kernel, auto* to) {
+      return kernel(x.floats.get() + at, reader.inverse_smoother, reader.hadamard, reader.weight.k, scratch, to + at);
+    };
+    scales_[static_cast<size_t>(row)] = reader.input == Input::kCodes8 ? codes(kernels_->quantize8, x.codes8.get())
+                                                                       : codes(kernels_->quantize16, x.codes16.get());
   }
 }
 
-void Decoder::linear(const Weight& weight, const Activations& x, int rows, int n, Output out, int thread) {
+void Decoder::linear(const Linear& linear, const Activations& x, int rows, int n, Output out, int thread) {
+  const Weight& weight = linear.weight;
   const auto [begin, end] = share(padded(n) / kBlock, thread, pool_.size());
-  if (shape_.quantized)
-    kernels_->linear_w8a8(weight, x.codes8.get(), x.stride, scales_.data(), rows, begin, end, out);
-  else
-    kernels_->linear_bf16(weight, x.floats.get(), x.stride, rows, begin, end, out);
+  switch (linear.input) {
+    case Input::kFloats: return kernels_->linear_bf16(weight, x.floats.get(), x.stride, rows, begin, end, out);
+    case Input::kCodes8: return kernels_->linear_w8a8(weight, x.codes8.get(), x.stride, scales_.data(), rows, begin, end, out);
+    case Input::kCodes16: return kernels_->linear_w8a16(weight, x.codes16.get(), x.stride, scales_.data(), rows, begin, end, out);
+  }
 }
 
 // The norms over each head of q and k in one row of qkv. A head that does not fill whole vectors is computed aside, padded with
@@ -260,23 +270,15 @@ void Decoder::attend(int layer, int thread) {
 // The final norm and the head, for the rows that want logits.
 void Decoder::logits(int thread) {
   const int stride = normed_.stride, count = static_cast<int>(logit_rows_.size());
-  float* scratch = scratch_[static_cast<size_t>(thread)].floats.get();
   const auto [begin, end] = share(count, thread, pool_.size());
   for (int i = begin; i < end; ++i) {
     float* to = normed_.floats.get() + static_cast<int64_t>(i) * stride;
     const float* from = hidden_.get() + static_cast<int64_t>(logit_rows_[static_cast<size_t>(i)]) * stride;
     kernels_->rms_norm(from, weights_.final_norm, shape_.norm_epsilon, shape_.hidden, to);
-    if (shape_.head_quantized)
-      scales_[static_cast<size_t>(i)] = kernels_->quantize16(to, nullptr, shape_.hidden, scratch,
-                                                             normed_.codes16.get() + static_cast<int64_t>(i) * stride);
   }
+  quantize(weights_.head, normed_, count, thread);
   pool_.barrier();
-  const Output out{logits_->get(), padded(shape_.vocab), Epilogue::kStore};
-  const auto [first, last] = share(padded(shape_.vocab) / kBlock, thread, pool_.size());
-  if (shape_.head_quantized)
-    kernels_->linear_w8a16(weights_.head, normed_.codes16.get(), stride, scales_.data(), count, first, last, out);
-  else
-    kernels_->linear_bf16(weights_.head, normed_.floats.get(), stride, count, first, last, out);
+  linear(weights_.head, normed_, count, shape_.vocab, {logits_->get(), padded(shape_.vocab), Epilogue::kStore}, thread);
 }
 
 }  // namespace quasar

@@ -37,24 +37,32 @@ class Buffer {
 struct DecoderShape {
   int layers, hidden, intermediate, heads, kv_heads, head, vocab;
   float norm_epsilon;
-  bool quantized, head_quantized;  // linears are W8A8; the head is INT8 with 16-bit activations
   int max_rows, max_seq_len;
 
   int qkv() const { return (heads + 2 * kv_heads) * head; }
 };
 
+// What a linear reads: the floats themselves (its weight is BF16), or their codes of 8 or 16 bits (its weight is INT8).
+enum class Input { kFloats, kCodes8, kCodes16 };
+
+struct Linear {
+  Weight weight;
+  Input input;
+  const float* inverse_smoother;  // of its input, before that becomes codes; null where a norm carries the smoother
+  int hadamard;                   // columns of each block that is transformed after the smoothing; 0 for none
+};
+
 struct LayerWeights {
   const float *input_norm, *post_norm;
   const float *q_norm, *k_norm;  // over each head, before RoPE; null where the model has none
-  Weight qkv, dense, fc_gate, proj;
-  const float *dense_smoother, *proj_smoother;  // inverse; null where the layer is not quantized
+  Linear qkv, dense, fc_gate, proj;
 };
 
 struct DecoderWeights {
   const uint16_t* embedding;  // [vocab, hidden] bfloat16
   std::vector<LayerWeights> layers;
   const float* final_norm;
-  Weight head;
+  Linear head;
   const float *cos, *sin;  // [max_seq_len, head / 2]
 };
 
@@ -74,7 +82,7 @@ class Decoder {
 
  private:
   struct Row { int part, position; };
-  // Activations of one linear: floats, or codes with a scale per row.
+  // Activations: floats, and room for the codes that some linear reads instead, with a scale per row.
   struct Activations {
     Buffer<float> floats;
     Buffer<int8_t> codes8;
@@ -90,8 +98,8 @@ class Decoder {
   void normalize_heads(const LayerWeights& w, float* x, float* scratch) const;
   void rotate(int layer, int thread);
   void attend(int layer, int thread);
-  void quantize(Activations& x, const float* inverse_smoother, int n, int thread);
-  void linear(const Weight& weight, const Activations& x, int rows, int n, Output out, int thread);
+  void quantize(const Linear& reader, Activations& x, int rows, int thread);
+  void linear(const Linear& linear, const Activations& x, int rows, int n, Output out, int thread);
   void logits(int thread);
 
   const DecoderShape shape_;

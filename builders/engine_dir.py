@@ -1,0 +1,56 @@
+"""An engine directory appears whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quasar_trt.errors import QuasarError
+
+
+def check_output(output_dir: Path, force: bool) -> None:
+    """Refuses an existing output before any work is done; `--force` replaces engine directories only."""
+    if not output_dir.exists() and not output_dir.is_symlink():
+        return
+    if output_dir.is_symlink() or not output_dir.is_dir():
+        raise QuasarError(f"output {output_dir} exists and is not a directory; choose another")
+    if not force:
+        raise QuasarError(f"output directory {output_dir} exists; choose another, or replace it with --force")
+    if any(output_dir.iterdir()) and not (output_dir / "rank0.engine").is_file():
+        raise QuasarError(
+            f"{output_dir} is not an engine directory; --force replaces engine directories only: choose another"
+        )
+
+
+@contextmanager
+def appearing_whole(output_dir: Path, force: bool) -> Iterator[Path]:
+    """A directory in a temporary one beside `output_dir`: it takes that name when the block succeeds, and vanishes with the
+    temporary one when it fails."""
+    try:
+        output_dir.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}.", dir=output_dir.parent))
+    except OSError as error:
+        raise QuasarError(f"cannot write in {output_dir.parent}: {error.strerror}; choose another output") from None
+    replaced = temporary / "replaced"
+    new = temporary / "new"
+    try:
+        new.mkdir()
+        yield new
+        check_output(output_dir, force)  # it may have appeared meanwhile
+        if output_dir.exists():
+            _rename(output_dir, replaced)
+        _rename(new, output_dir)
+    finally:
+        if replaced.exists() and new.exists():  # failed or interrupted between the two
+            _rename(replaced, output_dir)  # if this fails too, `replaced` stays
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _rename(source: Path, target: Path) -> None:
+    try:
+        source.rename(target)
+    except OSError as error:
+        raise QuasarError(f"cannot rename {source} to {target}: {error.strerror}") from None

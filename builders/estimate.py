@@ -1,0 +1,61 @@
+"""What a build will take, before it takes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quasar_trt.architectures import architecture_of
+from quasar_trt.builders.calibrate import writes_itself
+from quasar_trt.checkpoint import EMBEDDING, HEAD, checkpoint_spec
+from quasar_trt.engines.cpu_layout import packed_spec
+from quasar_trt.model_config import ModelConfig
+from quasar_trt.recipe import Recipe
+from quasar_trt.tensor_parallel import rank_config
+
+_PROGRAM = 600_000_000  # Python with its packages
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes: of the checkpoint and the engine files, of the scratch file while texts are written, of memory at the peak
+    (without pages of mapped files)."""
+
+    checkpoint: int
+    engine: int
+    scratch: int
+    memory: int
+
+    def __str__(self) -> str:
+        size = self.checkpoint + self.engine
+        scratch = f", {self.scratch / 1e9:.2f} GB more while it writes text" if self.scratch else ""
+        return (
+            f"needs about {self.memory / 1e9:.1f} GB of memory and {size / 1e9:.2f} GB of disk (checkpoint "
+            f"{self.checkpoint / 1e9:.2f} GB, engine {self.engine / 1e9:.2f} GB){scratch}"
+        )
+
+
+def estimate(config: ModelConfig, recipe: Recipe, tp_size: int, tokens: int) -> Estimate:
+    """For calibration on at most `tokens` tokens.
+
+    Memory is that of the widest linear being quantized, or of the vocabulary being rotated, whichever is more: the layer
+    and the linear's copies in float32, the second moment of its inputs and its factor, the activations of all tokens.
+    """
+    of_rank = rank_config(config, tp_size)
+    unquantized = checkpoint_spec(config, Recipe("none"))
+    layers = sum(spec.nbytes for name, spec in unquantized.items() if name.startswith("transformer.layers.0."))
+    vocabulary = unquantized[EMBEDDING].nbytes + unquantized[HEAD].nbytes * (3 if recipe.quantize_lm_head else 1)
+    layer = 2 * layers
+    if recipe.quantized:
+        linears = architecture_of(config).linears
+        columns = max(linear.in_features(config) for linear in linears)
+        weight = max(4 * linear.in_features(config) * linear.out_features(config) for linear in linears)
+        moments = 3 * 4 * columns**2 if recipe.rounding == "gptq" else 0
+        layer += 3 * weight + moments + 6 * 4 * tokens * config.intermediate_size
+    return Estimate(
+        checkpoint=tp_size * sum(spec.nbytes for spec in checkpoint_spec(of_rank, recipe).values()),
+        engine=tp_size * sum(spec.nbytes for spec in packed_spec(of_rank, recipe).values()),
+        scratch=sum(spec.nbytes for spec in packed_spec(config, Recipe("none")).values())
+        if writes_itself(config)
+        else 0,
+        memory=_PROGRAM + max(layer, vocabulary),
+    )

@@ -1,0 +1,117 @@
+"""Quantizes a model layer by layer: the hidden states of the calibration texts move through the layers already quantized, so
+every group of linears is smoothed and rounded for the input that it will really get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quasar_trt.architectures import hadamard_blocks
+from quasar_trt.builders.gptq import quantize_gptq
+from quasar_trt.builders.hidden_states import HiddenStates
+from quasar_trt.builders.input_sizes import InputSizes
+from quasar_trt.builders.quantize import quantize_rows
+from quasar_trt.builders.search import Choice, Trial, search
+from quasar_trt.builders.smooth import Group, count_extremes, fold, layer_groups, smoother
+from quasar_trt.errors import QuasarError
+from quasar_trt.model_config import ModelConfig
+from quasar_trt.plugins import reference as ops
+from quasar_trt.recipe import Recipe
+from quasar_trt.tensor_parallel import rank_config
+
+
+class LayerQuantizer:
+    """Takes unquantized layers in their order, gives back the checkpoint's tensors of each.
+
+    embedding: as the engine will hold it. texts: calibration texts as ids. tp_size: ranks that will share the layers.
+    choices: what was chosen for each group so far, by its name. inputs: what the linears' inputs were.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        recipe: Recipe,
+        embedding: Tensor,
+        texts: Sequence[Sequence[int]],
+        tp_size: int = 1,
+    ):
+        self.choices: dict[str, Choice] = {}
+        self.inputs = InputSizes()
+        self._config, self._recipe = config, recipe
+        self._blocks = hadamard_blocks(rank_config(config, tp_size), recipe)
+        self._states = HiddenStates(config, recipe, embedding, texts, self._observe, self._blocks)
+        self._groups: dict[str, Group] = {}
+        self._layer: dict[str, Tensor] = {}
+        self._finished: dict[str, Tensor] = {}
+        self._extremes = {"zero_rows": 0, "clamped_channels": 0}
+
+    @torch.no_grad()
+    def __call__(self, i: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Layer i: BF16 or float32 tensors in, those of `checkpoint_spec` out.
+
+        Raises QuasarError naming the first linear whose input or output is not finite.
+        """
+        self._groups = {group.name: group for group in layer_groups(self._config, i)}
+        self._layer = dict(tensors)
+        self._finished = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+        self._states.advance(i, self._layer)
+        return self._finished
+
+    def report(self) -> dict:
+        """What the calibration saw, for the manifest."""
+        return {"tokens": len(self._states.rows)} | self.inputs.report() | self._extremes
+
+    def _observe(self, name: str, x: Tensor) -> None:
+        self.inputs(name, x)
+        if name in self._groups and self._recipe.quantizes(name):  # the first of its group to run
+            self._quantize(self._groups[name], x)
+
+    def _quantize(self, group: Group, x: Tensor) -> None:
+        """Adds the quantized tensors of a group to the layer, which is about to read them, and to what is finished.
+
+        The norm before the group has already run and has not absorbed the smoother, so in the layer every linear divides by one.
+        """
+        weights = {name: self._layer[f"{name}.weight"].float() for name in group.linears}
+        block = self._blocks.get(group.name.split(".", 3)[-1], 0)
+        choice = self._choose(group, x, torch.cat(list(weights.values())), block)
+        self.choices[group.name] = choice
+        divisor = choice.smoother
+        for name, count in count_extremes(weights.values(), divisor).items():
+            self._extremes[name] += count
+        if group.norm is None:
+            self._finished[f"{group.name}.smoother"] = divisor[None]
+        else:
+            stored, divisor = fold(self._layer[f"{group.norm}.weight"], divisor)
+            self._finished |= {f"{group.norm}.weight": stored, f"{group.norm}.scale_to_int": torch.ones(1)}
+        inputs = ops.smooth(x, 1.0 / divisor, block)
+        for name, weight in weights.items():
+            scaled = weight * divisor
+            codes, scale = self._round(ops.hadamard(scaled, block) if block else scaled, inputs)
+            stored = {f"{name}.weight": codes, f"{name}.per_channel_scale": scale}
+            self._finished |= stored
+            self._layer |= stored | {f"{name}.smoother": divisor}
+
+    def _choose(self, group: Group, x: Tensor, weight: Tensor, block: int) -> Choice:
+        trial = Trial(x, weight, block, self._recipe.activations)
+        if self._recipe.smoothquant is not None:
+            s = smoother(x.abs().amax(dim=0), weight.abs().amax(dim=0), self._recipe.smoothquant)
+            choice = Choice(self._recipe.smoothquant, "max", trial.error(s), s)
+        elif self._recipe.rotate and group.norm is not None:
+            s = torch.ones(x.shape[1])  # a rotated stream has no channel that stands out
+            choice = Choice(None, None, trial.error(s), s)
+        else:
+            choice = search(x, trial)
+        if choice is None or not math.isfinite(choice.error):
+            raise QuasarError(
+                f"calibration reached NaN or infinity at the output of {group.name}; the model cannot be built"
+            )
+        return choice
+
+    def _round(self, weight: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        if self._recipe.rounding == "nearest":
+            return quantize_rows(weight)
+        q, scale = ops.QUANTIZE[self._recipe.activations](inputs)
+        return quantize_gptq(weight, q * scale[:, None])
