@@ -68,12 +68,11 @@ class DraftLengths:
         if not most:
             return 0
         seconds = self._cost.seconds(num_rows)
-        largest = self._cost.seconds(num_rows + most) - seconds
-        self._trial_seconds = min(self._trial_seconds + _TRIAL_SHARE * seconds, largest)
         count = 1 + self._num_trials % most
         extra = self._cost.seconds(num_rows + count) - seconds
-        if extra > self._trial_seconds:
+        self._trial_seconds = min(self._trial_seconds + _TRIAL_SHARE * seconds, extra)
+        if self._trial_seconds < extra:
             return 0
-        self._trial_seconds -= extra
+        self._trial_seconds = 0.0
         self._num_trials += 1
         return count
