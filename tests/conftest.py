@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,9 @@ import quasar_trt  # noqa: F401 (first: once tests/ is on the path, tests/quasar
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory):
-    """What runners keep in the user's cache directory stays out of it, in processes that tests start too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+# What runners keep in the user's cache directory stays out of it, in processes that tests start too.
+_CACHE = tempfile.TemporaryDirectory(prefix="quasar-trt-tests-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 
 @pytest.fixture(scope="session", autouse=True)
