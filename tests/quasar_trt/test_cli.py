@@ -67,7 +67,7 @@ def test_version():
 
 def test_defaults_shown_are_those_of_the_dataclasses():
     text = quasar_trt("generate", "--help").stdout
-    assert "[ngram|none]" in text
+    assert "[suffix|ngram|none]" in text
     assert "[default: 16]" in text and "[default: 1.0]" in text
 
 
@@ -226,11 +226,11 @@ def test_generate_with_the_reference_engine(engine_dirs):
     ("args", "parts"),
     [
         (["--drafter", "ngramm"], ["unknown drafter 'ngramm'", "did you mean 'ngram'?"]),
-        (["--drafter", "eagle"], ["unknown drafter 'eagle'", "one of: ngram, none"]),
+        (["--drafter", "eagle"], ["unknown drafter 'eagle'", "one of: ngram, none, suffix"]),
         (["--engine", "tensorrt"], ["no such engine", "tensorrt is not installed", "on a CPU use: cpu, reference"]),
         (["--drafter-option", "num_speculative_tokens=true"], ["num_speculative_tokens is True", "an integer"]),
         (["--engine", "cpuu"], ["unknown engine 'cpuu'", "did you mean 'cpu'?"]),
-        (["--drafter-option", "num_tokens=3"], ["unknown ngram drafter option 'num_tokens'"]),
+        (["--drafter-option", "num_tokens=3"], ["unknown suffix drafter option 'num_tokens'"]),
         (["--drafter-option", "num_speculative_tokens=many"], ["num_speculative_tokens is 'many'"]),
         (["--drafter", "none", "--drafter-option", "num_speculative_tokens=3"], ["without a drafter"]),
         (["--temprature", "0"], ["did you mean '--temperature'?"]),
