@@ -262,7 +262,8 @@ def test_bench_prints_a_table_and_saves_json(engine_dirs, tmp_path):
     assert_refused(quasar_trt("bench", *engines, "--prompts", prompts, "--output", missing), str(missing.parent))
 
 
-def test_interrupt_is_exit_code_130_without_traceback(engine_dirs):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_command_with_its_exit_code_and_without_traceback(engine_dirs, number, code):
     command = ["generate", str(engine_dirs["INT8"]), "--max-tokens", "400", "--ignore-eos", "hello", "-"]
     process = subprocess.Popen(
         [sys.executable, "-m", "quasar_trt.cli", *command],
@@ -271,9 +272,9 @@ def test_interrupt_is_exit_code_130_without_traceback(engine_dirs):
         stderr=subprocess.PIPE,
     )
     assert process.stdout.read(1)  # it generates, or has come to the second prompt, which never arrives
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, stderr = process.communicate()
-    assert process.returncode == 130 and b"Traceback" not in stderr
+    assert process.returncode == code and b"Traceback" not in stderr
 
 
 def test_build_defaults_are_those_of_the_builder():
