@@ -18,8 +18,8 @@ from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig, derived_head_size
 from quasar_trt.rope import inverse_frequencies, rope_tables
 
-# general.architecture -> (Hugging Face class, whether llama.cpp rotates neighbouring rows, for which rows of q and k were
-# moved). Mistral's older models are files of "llama" too.
+# general.architecture -> (Hugging Face class, whether llama.cpp rotates neighbouring rows, for which those of q and k were
+# moved). Files of Mistral say "llama" too.
 _ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", True),
     "qwen2": ("Qwen2ForCausalLM", False),
@@ -129,10 +129,10 @@ class GgufSource(Source):
         return default if field is None else field.contents()
 
     def _value(self, key: str, default=None):
-        """Metadata of the architecture."""
+        """Metadata of the architecture; a list, one entry per layer, has to hold one value only."""
         value = self._field(f"{self._name}.{key}", default)
         if isinstance(value, list):
-            if len(set(value)) > 1:
+            if len(set(value)) != 1:
                 raise QuasarError(f"{self._name}.{key} = {value}, layer by layer; only one value for all is supported")
             return value[0]
         return value

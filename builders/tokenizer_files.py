@@ -48,11 +48,11 @@ def has_tokenizer(directory: Path, *, trust_remote_code: bool) -> bool:
 
 def _has_code(directory: Path) -> bool:
     """Whether the checkpoint brings code for its tokenizer."""
-    return "AutoTokenizer" in (_tokenizer_config(directory).get("auto_map") or {})
+    return "AutoTokenizer" in (_object(directory / "tokenizer_config.json").get("auto_map") or {})
 
 
-def _tokenizer_config(directory: Path) -> dict:
-    path = directory / "tokenizer_config.json"
+def _object(path: Path) -> dict:
+    """A JSON file that may be absent."""
     return read_json(path) if path.is_file() else {}
 
 
@@ -67,7 +67,7 @@ def copy_tokenizer(source: Path, directory: Path, *, trust_remote_code: bool) ->
     run_code = trust_remote_code and _has_code(source)
     if (source / "tokenizer.json").is_file() and not run_code:
         _copy(source, directory, _COPIED)
-        values = _tokenizer_config(source)
+        values = _object(source / "tokenizer_config.json")
     elif (source / "tokenizer.model").is_file() and not run_code:
         _copy(source, directory, ("chat_template.jinja",))
         values = _convert_tokenizer_model(source, directory)
@@ -84,44 +84,37 @@ def _copy(source: Path, directory: Path, names: tuple[str, ...]) -> None:
 
 def _convert_tokenizer_model(source: Path, directory: Path) -> dict:
     """Writes tokenizer.json; returns the settings that it does not hold."""
-    config = _tokenizer_config(source)
-    roles = {key: _content(config[key]) for key in _ROLES if config.get(key) is not None}
-    added = _added_tokens(source, config)
-    each = "first" if config.get("legacy") is False else "each"
+    config = _object(source / "special_tokens_map.json") | _object(source / "tokenizer_config.json")
+    try:
+        roles = {role: _token(config[role]).content for role in _ROLES if config.get(role) is not None}
+        named = [*roles.values(), *(_token(token).content for token in config.get("additional_special_tokens") or [])]
+        added = {int(i): _token(text) for text, i in _object(source / "added_tokens.json").items()}
+        added |= {int(i): _token(token) for i, token in (config.get("added_tokens_decoder") or {}).items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise QuasarError(
+            f"the special tokens in {source} cannot be read; get an intact copy of the tokenizer"
+        ) from None
+    prefix = "first" if config.get("legacy") is False else "each"
     tokenizer = read_tokenizer_model(
-        source / "tokenizer.model", added, prefix=None if config.get("add_prefix_space") is False else each
+        source / "tokenizer.model", added, prefix=None if config.get("add_prefix_space") is False else prefix
     )
-    for role, token in roles.items():
+    for token in dict.fromkeys(named):
         if tokenizer.token_to_id(token) is None:
-            raise QuasarError(f"{source}: {role} '{token}' of tokenizer_config.json is not in its vocabulary")
-        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+            raise QuasarError(f"{source}: the special token '{token}' is not in its vocabulary")
+        if token not in {other.content for other in added.values()}:
+            tokenizer.add_special_tokens([_token(token)])
     bos = roles.get("bos_token") if config.get("add_bos_token", True) else None
     add_ends(tokenizer, bos, roles.get("eos_token") if config.get("add_eos_token") else None)
     tokenizer.save(str(directory / "tokenizer.json"))
     return roles | {key: config[key] for key in ("chat_template", "model_max_length") if config.get(key) is not None}
 
 
-def _added_tokens(source: Path, config: dict) -> dict[int, AddedToken]:
-    """Tokens by id from tokenizer_config.json and, older, from added_tokens.json."""
-    older = source / "added_tokens.json"
-    try:
-        found = {int(i): text for text, i in (read_json(older) if older.is_file() else {}).items()}
-        found |= {int(i): token for i, token in (config.get("added_tokens_decoder") or {}).items()}
-        return {i: _added_token(token) for i, token in found.items()}
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise QuasarError(f"the added tokens in {source} cannot be read; get an intact copy of the tokenizer") from None
-
-
-def _added_token(token: str | dict) -> AddedToken:
+def _token(token: str | dict) -> AddedToken:
+    """A token as these files spell it: its text, or an object with flags."""
     if isinstance(token, str):
-        return AddedToken(token, normalized=False)
+        return AddedToken(token, special=True, normalized=False)
     flags = {key: token[key] for key in _FLAGS if key in token}
     return AddedToken(token["content"], **{"normalized": False} | flags)
-
-
-def _content(token: str | dict) -> str:
-    """A token of tokenizer_config.json, which may be an object with flags."""
-    return token["content"] if isinstance(token, dict) else token
 
 
 def _convert_by_transformers(source: Path, directory: Path, run_code: bool) -> dict:

@@ -58,13 +58,12 @@ class Recipe:
         if not self.quantized:
             self.refuse_unused(
                 smoothquant=self.smoothquant,
-                rotate=self.rotate or None,
+                rotate=self.rotate,
                 rounding=self.rounding,
                 activations=self.activations,
                 exclude=self.exclude or None,
                 quantize_lm_head=self.quantize_lm_head or None,
             )
-            object.__setattr__(self, "rotate", False)
             return
         alpha = self.smoothquant
         if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1):

@@ -78,7 +78,8 @@ def tiny_model(architecture: str, seed: int = 0, **overrides) -> PreTrainedModel
     standard deviation is above 1) and that every layer, norm and bias matters to them.
     """
     model_class, fields = MODELS[architecture]
-    model = model_class(model_class.config_class(**SIZES | fields | overrides)).eval()
+    values = copy.deepcopy(SIZES | fields | overrides)  # transformers writes into the rope parameters that it is given
+    model = model_class(model_class.config_class(**values)).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, weight in sorted(model.named_parameters()):
         noise = torch.randn(weight.shape, generator=generator)

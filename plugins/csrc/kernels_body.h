@@ -167,17 +167,25 @@ struct TileW8A16 {
     for (int r = 0; r < R; ++r) xr[r] = x + static_cast<int64_t>(row + r) * stride;
     for (int begin = 0; begin < groups; begin += kFlushGroups) {
       const int end = begin + kFlushGroups < groups ? begin + kFlushGroups : groups;
-      A16 acc[R];
-      for (int r = 0; r < R; ++r) acc[r] = zero_a16();
-      for (int g = begin; g < end; ++g) {
+      I acc[R][2];
+      for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = set1(int32_t{0});
+      const auto add_group = [&](int g) {
         prefetch(w + g * 64 + kPrefetchBytes);
-        const W16 wv = load_w16(w + g * 64);
-        for (int r = 0; r < R; ++r) acc[r] = dot4(acc[r], wv, xr[r] + g * 4);
+        const auto w0 = load_w16(w + g * 64), w1 = load_w16(w + g * 64 + 32);
+        for (int r = 0; r < R; ++r) {
+          acc[r][0] = dot4(acc[r][0], w0, xr[r] + g * 4);
+          acc[r][1] = dot4(acc[r][1], w1, xr[r] + g * 4);
+        }
+      };
+      int g = begin;
+      for (; g + 2 <= end; g += 2) {  // two at a time: compilers then copy fewer registers
+        add_group(g);
+        add_group(g + 1);
       }
+      for (; g < end; ++g) add_group(g);
       for (int r = 0; r < R; ++r) {
-        int32_t pairs[32];
-        store(pairs, acc[r]);
-        for (int i = 0; i < 16; ++i) total[r][i] += static_cast<double>(pairs[2 * i] + pairs[2 * i + 1]);
+        add_pairs(total[r], acc[r][0]);
+        add_pairs(total[r] + 8, acc[r][1]);
       }
     }
     for (int r = 0; r < R; ++r) {

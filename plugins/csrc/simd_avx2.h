@@ -105,24 +105,26 @@ inline I dot4(I acc, W8 w, const int8_t* x) {
 }
 #endif
 
-// int16 activations: weights widened to int16; two partial sums per output channel.
-struct W16 { __m256i v[4]; };
-struct A16 { __m256i v[4]; };
-inline W16 load_w16(const int8_t* p) {
+// int16 activations: weights widened to int16; a half holds two partial sums for each of 8 output channels.
+inline I load_w16(const int8_t* p) {
   const __m128i* q = reinterpret_cast<const __m128i*>(p);
-  return {{_mm256_cvtepi8_epi16(_mm_loadu_si128(q)), _mm256_cvtepi8_epi16(_mm_loadu_si128(q + 1)),
-           _mm256_cvtepi8_epi16(_mm_loadu_si128(q + 2)), _mm256_cvtepi8_epi16(_mm_loadu_si128(q + 3))}};
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128(q)), _mm256_cvtepi8_epi16(_mm_loadu_si128(q + 1))};
 }
-inline A16 zero_a16() { const __m256i z = _mm256_setzero_si256(); return {{z, z, z, z}}; }
-inline A16 dot4(A16 acc, W16 w, const int16_t* x) {
+inline I dot4(I acc, I w, const int16_t* x) {
   int64_t four;
   std::memcpy(&four, x, 8);
   const __m256i b = _mm256_set1_epi64x(four);
-  for (int i = 0; i < 4; ++i) acc.v[i] = _mm256_add_epi32(acc.v[i], _mm256_madd_epi16(w.v[i], b));
-  return acc;
+  return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(w.lo, b)), _mm256_add_epi32(acc.hi, _mm256_madd_epi16(w.hi, b))};
 }
-inline void store(int32_t* p, A16 a) {
-  for (int i = 0; i < 4; ++i) _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8 * i), a.v[i]);
+// total[i] += the two partial sums of channel i.
+inline void add_pairs(double* total, __m256i a) {
+  const __m256i sums = _mm256_add_epi32(a, _mm256_srli_epi64(a, 32));
+  const __m256i even = _mm256_permutevar8x32_epi32(sums, _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6));
+  _mm256_storeu_pd(total, _mm256_add_pd(_mm256_loadu_pd(total), _mm256_cvtepi32_pd(_mm256_castsi256_si128(even))));
+}
+inline void add_pairs(double* total, I a) {
+  add_pairs(total, a.lo);
+  add_pairs(total + 4, a.hi);
 }
 
 // Lanes i and i + 8, then i and i + 4, i + 2, i + 1: the same tree on every instruction set.

@@ -62,21 +62,18 @@ inline I dot4(I acc, W8 w, const int8_t* x) {
   return {_mm512_dpbusd_epi32(acc.v, w.v, _mm512_set1_epi32(four))};
 }
 
-// int16 activations: weights widened to int16; two partial sums per output channel.
-struct W16 { __m512i lo, hi; };
-struct A16 { __m512i lo, hi; };
-inline W16 load_w16(const int8_t* p) {
-  return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))),
-          _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32)))};
-}
-inline A16 zero_a16() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
-inline A16 dot4(A16 acc, W16 w, const int16_t* x) {
+// int16 activations: weights widened to int16; a half holds two partial sums for each of 8 output channels.
+inline I load_w16(const int8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+inline I dot4(I acc, I w, const int16_t* x) {
   int64_t four;
   std::memcpy(&four, x, 8);
-  const __m512i b = _mm512_set1_epi64(four);
-  return {_mm512_dpwssd_epi32(acc.lo, w.lo, b), _mm512_dpwssd_epi32(acc.hi, w.hi, b)};
+  return {_mm512_dpwssd_epi32(acc.v, w.v, _mm512_set1_epi64(four))};
 }
-inline void store(int32_t* p, A16 a) { _mm512_storeu_si512(p, a.lo); _mm512_storeu_si512(p + 16, a.hi); }
+// total[i] += the two partial sums of channel i.
+inline void add_pairs(double* total, I a) {
+  const __m512i sums = _mm512_add_epi32(a.v, _mm512_srli_epi64(a.v, 32));
+  _mm512_storeu_pd(total, _mm512_add_pd(_mm512_loadu_pd(total), _mm512_cvtepi32_pd(_mm512_cvtepi64_epi32(sums))));
+}
 
 // Lanes i and i + 8, then i and i + 4, i + 2, i + 1: the same tree on every instruction set.
 inline float reduce_add(F a) {

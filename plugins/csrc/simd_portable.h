@@ -69,17 +69,17 @@ inline I dot4(I acc, W8 w, const int8_t* x) {
   return acc;
 }
 
-// int16 activations: two partial sums per output channel, as the vector instruction sets keep them.
+// int16 activations: a half holds two partial sums for each of 8 output channels, as in the vector instruction sets.
 struct W16 { const int8_t* p; };
-struct A16 { int32_t v[32]; };
 inline W16 load_w16(const int8_t* p) { return {p}; }
-inline A16 zero_a16() { return {}; }
-inline A16 dot4(A16 acc, W16 w, const int16_t* x) {
-  for (int i = 0; i < 32; ++i)
-    acc.v[i] += int32_t{w.p[2 * i]} * x[2 * (i % 2)] + int32_t{w.p[2 * i + 1]} * x[2 * (i % 2) + 1];
+inline I dot4(I acc, W16 w, const int16_t* x) {
+  QUASAR_LANES acc.v[i] += int32_t{w.p[2 * i]} * x[2 * (i % 2)] + int32_t{w.p[2 * i + 1]} * x[2 * (i % 2) + 1];
   return acc;
 }
-inline void store(int32_t* p, A16 a) { std::memcpy(p, a.v, sizeof a.v); }
+// total[i] += the two partial sums of channel i.
+inline void add_pairs(double* total, I a) {
+  for (int i = 0; i < 8; ++i) total[i] += static_cast<double>(a.v[2 * i] + a.v[2 * i + 1]);
+}
 
 // Lanes i and i + 8, then i and i + 4, i + 2, i + 1: the same tree on every instruction set.
 inline float reduce_add(F a) {

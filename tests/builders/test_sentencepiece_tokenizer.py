@@ -131,12 +131,15 @@ def test_a_space_precedes_each_stretch_or_only_the_text(model, legacy, spaces):
     assert "".join(text).count("▁") == spaces
 
 
-def test_older_added_tokens_and_both_ends(model):
-    save_sentencepiece(model)
-    settings(model, bos_token="<s>", eos_token="</s>", add_eos_token=True)
+def test_older_files_and_both_ends(model):
+    save_sentencepiece(model, user_defined_symbols=["<turn>"])
+    settings(model, eos_token="</s>", add_eos_token=True, additional_special_tokens=["<turn>"])
+    (model / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "<turn>"}))
     (model / "added_tokens.json").write_text(json.dumps({"<new>": 400}))
-    ids = encode(converted(model), "dog<new>")
-    assert (ids[0], ids[-2], ids[-1]) == (1, 400, 2)
+    tokenizer = converted(model)
+    ids = encode(tokenizer, "dog<turn><new>")
+    assert (ids[0], *ids[-3:]) == (1, tokenizer.convert_tokens_to_ids("<turn>"), 400, 2)
+    assert decode(tokenizer, ids) == "dog"
 
 
 def test_what_cannot_be_read_as_data_is_refused(model, monkeypatch):
@@ -148,9 +151,10 @@ def test_what_cannot_be_read_as_data_is_refused(model, monkeypatch):
     settings(model, added_tokens_decoder={"401": {"content": "<new>"}})
     assert "token '<new>' has id 400 by" in refusal(model)
     settings(model, eos_token="<end>")
-    assert "eos_token '<end>' of tokenizer_config.json is not in its vocabulary" in refusal(model)
-    settings(model, added_tokens_decoder={"x": 1})
-    assert "the added tokens" in refusal(model)
+    assert "the special token '<end>' is not in its vocabulary" in refusal(model)
+    for values in ({"added_tokens_decoder": {"x": 1}}, {"bos_token": {"text": "<s>"}}):
+        settings(model, **values)
+        assert "the special tokens in" in refusal(model)
     settings(model)
     monkeypatch.setitem(sys.modules, "google.protobuf", None)
     monkeypatch.setitem(sys.modules, "google.protobuf.message", None)
