@@ -42,6 +42,14 @@ def test_what_a_recipe_leaves_open_follows_from_how_it_smooths(recipe, rotate, r
     assert (recipe.rotate, recipe.rounding, recipe.activations) == (rotate, rounding, activations)
 
 
+def test_what_is_stored_spells_out_the_bits():
+    stored = Recipe(activations=16, quantize_lm_head=True).to_dict()
+    assert (stored["weight_bits"], stored["activation_bits"], stored["head_bits"]) == (8, 16, 8)
+    assert stored["activation_granularity"] == "per_token"
+    stored = Recipe("none").to_dict()
+    assert (stored["weight_bits"], stored["activation_bits"], stored["head_bits"]) == (16, None, 16)
+
+
 def test_a_linear_is_quantized_unless_a_pattern_matches_its_whole_name():
     recipe = Recipe(exclude=("*.mlp.proj", "transformer.layers.1.*"))
     names = [f"transformer.layers.{i}.{name}" for i in (0, 1, 11) for name in ("attention.qkv", "mlp.proj")]
