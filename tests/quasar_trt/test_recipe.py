@@ -34,7 +34,7 @@ def test_smoothing_is_searched_unless_said_otherwise_and_absent_without_quantiza
     [
         (Recipe(), True, "gptq", 8),
         (Recipe(smoothquant=0.5), False, "nearest", 8),
-        (Recipe(rotate=False, activations=16), False, "gptq", 16),
+        (Recipe(rotate=False, activations=16), False, "nearest", 16),
         (Recipe("none"), None, None, None),
     ],
 )
