@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ranks import SIZES
-from tiny import MODELS, model_config, save_hf, tiny_model
+from tiny import model_config, save_hf, tiny_model
 
 from quasar_trt.builders import calibrate
 from quasar_trt.builders.build import build
@@ -27,7 +27,7 @@ def data_bytes(path) -> int:
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])  # biases, norms over heads
 def test_sizes_on_disk_are_those_of_the_files(architecture, name, tp_size, tmp_path, monkeypatch):
     scratch = []
 
