@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -310,7 +311,8 @@ def info(engine_dir, verify):
 
 
 def main() -> None:
-    """The console script: a user's error is one line on stderr and exit code 1, Ctrl-C is exit code 130."""
+    """The console script: a user's error is one line on stderr and exit code 1, Ctrl-C is exit code 130, SIGTERM 143."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that nothing half-written stays
     try:
         cli.main(sys.argv[1:] or ["--help"], prog_name="quasar-trt", standalone_mode=False)
     except QuasarError as error:

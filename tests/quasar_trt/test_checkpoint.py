@@ -8,11 +8,15 @@ import json
 import pytest
 from tiny import tiny_checkpoint, write_engine_dir
 
+from quasar_trt.architectures import hadamard_blocks
 from quasar_trt.checkpoint import OWN_ARCHITECTURE, Checkpoint, checkpoint_config, checkpoint_spec
 from quasar_trt.engines.cpu_layout import packed_spec
 from quasar_trt.errors import QuasarError
 from quasar_trt.plugins.packing import packed_shape
 from quasar_trt.recipe import Recipe
+from quasar_trt.tensorfile import TensorSpec
+
+PLAIN = Recipe(rotate=False)  # what stock modules run
 
 
 @pytest.fixture
@@ -62,14 +66,16 @@ def test_a_foreign_config_is_refused(directory, text):
 @pytest.mark.parametrize(
     ("changes", "recipe", "stock"),
     [
-        ({}, Recipe(), True),
+        ({}, PLAIN, True),
+        ({}, Recipe(rotate=True), False),
+        ({}, Recipe(rotate=False, activations=16), False),
         ({"qkv_bias": True, "dense_bias": True}, Recipe("none"), True),
         ({"qkv_bias": True}, Recipe("none"), False),
-        ({"dense_bias": True}, Recipe(), False),
-        ({}, Recipe(quantize_lm_head=True), False),
-        ({"rotary_scaling": {"rope_type": "yarn", "factor": 4.0}}, Recipe(), False),
-        ({"architecture": "PanguEmbeddedForCausalLM", "qkv_bias": True, "dense_bias": True}, Recipe(), True),
-        ({"architecture": "Qwen2ForCausalLM", "qkv_bias": True}, Recipe(), False),
+        ({"dense_bias": True}, PLAIN, False),
+        ({}, Recipe(rotate=False, quantize_lm_head=True), False),
+        ({"rotary_scaling": {"rope_type": "yarn", "factor": 4.0}}, PLAIN, False),
+        ({"architecture": "PanguEmbeddedForCausalLM", "qkv_bias": True, "dense_bias": True}, PLAIN, True),
+        ({"architecture": "Qwen2ForCausalLM", "qkv_bias": True}, PLAIN, False),
         ({"architecture": "Qwen3ForCausalLM"}, Recipe("none"), False),
     ],
 )
@@ -78,8 +84,8 @@ def test_what_stock_loaders_cannot_express_has_another_architecture(changes, rec
     values = checkpoint_config(config, recipe)
     assert (values["architecture"] == "LlamaForCausalLM") == stock
     assert (values["architecture"] == OWN_ARCHITECTURE) != stock
-    excluded = ["lm_head"] if recipe.quantized and not recipe.quantize_lm_head else None
-    assert values["quantization"]["exclude_modules"] == excluded
+    head = [] if recipe.quantize_lm_head else ["lm_head"]
+    assert values["quantization"]["exclude_modules"] == (head if recipe.quantized else None)
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe("none")])
@@ -93,16 +99,78 @@ def test_norms_over_heads_are_declared_and_have_no_scale(recipe):
     assert {(spec[name].dtype, spec[name].shape) for name in added} == {("BF16", (16,))}
 
 
+def test_excluded_linears_stay_in_bf16_and_are_named():
+    recipe = Recipe(rotate=False, exclude=("*.1.attention.dense", "*.2.mlp.fc", "*.2.mlp.gate"))
+    config = tiny_checkpoint(0)[0]
+    names = [f"transformer.layers.{name}" for name in ("1.attention.dense", "2.mlp.fc", "2.mlp.gate")]
+    values = checkpoint_config(config, recipe)
+    assert values["architecture"] == OWN_ARCHITECTURE
+    assert values["quantization"]["exclude_modules"] == [*names, "lm_head"]
+    spec, whole = checkpoint_spec(config, recipe), checkpoint_spec(config, PLAIN)
+    changed = {name for name in spec if spec[name] != whole[name]}
+    assert changed == {f"{name}.weight" for name in names} and {spec[name].dtype for name in changed} == {"BF16"}
+    gone = {f"{name}.per_channel_scale" for name in names} | {"transformer.layers.2.post_layernorm.scale_to_int"}
+    assert whole.keys() - spec.keys() == gone | {"transformer.layers.1.attention.dense.smoother"}
+
+
+@pytest.mark.parametrize(
+    ("exclude", "words"),
+    [
+        (
+            ["*.mlp.proj", "*.o_proj"],
+            ["'*.o_proj' matches no linear", "transformer.layers.0.attention.qkv to transformer.layers.2.mlp.proj"],
+        ),
+        (["lm_head"], ["'lm_head' matches no linear", "the head follows quantize_lm_head"]),
+        (["*.1.mlp.fc"], ["transformer.layers.1.mlp.fc and transformer.layers.1.mlp.gate", "both or neither"]),
+        (["*.gate"], ["transformer.layers.0.mlp.fc and transformer.layers.0.mlp.gate"]),
+    ],
+)
+def test_exclusions_that_cannot_act_are_refused(exclude, words):
+    for spec in (checkpoint_spec, packed_spec):
+        with pytest.raises(QuasarError) as error:
+            spec(tiny_checkpoint(0)[0], Recipe(exclude=exclude))
+        for word in words:
+            assert word in str(error.value)
+
+
+def test_a_checkpoint_of_other_hadamard_blocks_is_refused(tmp_path):
+    directory = write_engine_dir(tmp_path, *tiny_checkpoint(0, Recipe())) / "checkpoint"
+    path = directory / "config.json"
+    values = json.loads(path.read_text(encoding="utf-8"))
+    assert values["quasar"]["hadamard_blocks"] == {"attention.dense": 16, "mlp.proj": 16}
+    values["quasar"]["hadamard_blocks"]["mlp.proj"] = 8
+    path.write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(QuasarError, match=r"hadamard_blocks .*'mlp.proj': 8.* this version computes .*'mlp.proj': 16"):
+        Checkpoint.open(directory)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "blocks"),
+    [
+        (Recipe(), {}, {"attention.dense": 16, "mlp.proj": 16}),
+        (Recipe(), {"head_size": 128, "intermediate_size": 12288}, {"attention.dense": 128, "mlp.proj": 512}),
+        (Recipe(), {"head_size": 20, "intermediate_size": 99}, {"attention.dense": 4}),
+        (Recipe(activations=16), {"intermediate_size": 1000}, {"attention.dense": 16, "mlp.proj": 8}),
+        (PLAIN, {}, {}),
+        (Recipe("none"), {}, {}),
+    ],
+)
+def test_hadamard_blocks_are_powers_of_two_that_divide_a_head_and_the_mlp(recipe, sizes, blocks):
+    assert hadamard_blocks(dataclasses.replace(tiny_checkpoint(0)[0], **sizes), recipe) == blocks
+
+
 @pytest.mark.parametrize("changes", [{}, {"qkv_bias": True}, {"mlp_bias": True}])
-def test_the_packed_file_has_the_linears_of_the_checkpoint(changes):
-    config = dataclasses.replace(tiny_checkpoint(0)[0], **changes)
-    spec, packed = checkpoint_spec(config, Recipe()), packed_spec(config, Recipe())
+@pytest.mark.parametrize("exclude", [(), ("*.1.mlp.[fg]*", "*.1.attention.dense")])
+def test_the_packed_file_has_the_linears_of_the_checkpoint(changes, exclude):
+    config, recipe = dataclasses.replace(tiny_checkpoint(0)[0], **changes), Recipe(exclude=exclude)
+    spec, packed = checkpoint_spec(config, recipe), packed_spec(config, recipe)
     prefix = "transformer.layers.1."
     for name in ("attention.qkv", "attention.dense", "mlp.proj"):
-        assert packed[f"{prefix}{name}.weight"].shape == packed_shape(*spec[f"{prefix}{name}.weight"].shape, True)
-        for part, theirs in (("bias", "bias"), ("inverse_smoother", "smoother")):
+        weight, quantized = spec[f"{prefix}{name}.weight"], recipe.quantizes(prefix + name)
+        assert packed[f"{prefix}{name}.weight"] == TensorSpec(weight.dtype, packed_shape(*weight.shape, quantized))
+        for part, theirs in (("bias", "bias"), ("inverse_smoother", "smoother"), ("scale", "per_channel_scale")):
             assert (f"{prefix}{name}.{part}" in packed) == (f"{prefix}{name}.{theirs}" in spec)
-    assert packed[f"{prefix}mlp.fc_gate.weight"].shape == packed_shape(
-        2 * config.intermediate_size, config.hidden_size, True
-    )
+    shape = packed_shape(2 * config.intermediate_size, config.hidden_size, not exclude)
+    assert packed[f"{prefix}mlp.fc_gate.weight"] == TensorSpec(spec[f"{prefix}mlp.fc.weight"].dtype, shape)
+    assert (f"{prefix}mlp.fc_gate.scale" in packed) == (not exclude)
     assert (f"{prefix}mlp.fc_gate.bias" in packed) == bool(changes.get("mlp_bias"))

@@ -67,7 +67,7 @@ def test_version():
 
 def test_defaults_shown_are_those_of_the_dataclasses():
     text = quasar_trt("generate", "--help").stdout
-    assert "[ngram|none]" in text
+    assert "[suffix|ngram|none]" in text
     assert "[default: 16]" in text and "[default: 1.0]" in text
 
 
@@ -226,11 +226,11 @@ def test_generate_with_the_reference_engine(engine_dirs):
     ("args", "parts"),
     [
         (["--drafter", "ngramm"], ["unknown drafter 'ngramm'", "did you mean 'ngram'?"]),
-        (["--drafter", "eagle"], ["unknown drafter 'eagle'", "one of: ngram, none"]),
+        (["--drafter", "eagle"], ["unknown drafter 'eagle'", "one of: ngram, none, suffix"]),
         (["--engine", "tensorrt"], ["no such engine", "tensorrt is not installed", "on a CPU use: cpu, reference"]),
         (["--drafter-option", "num_speculative_tokens=true"], ["num_speculative_tokens is True", "an integer"]),
         (["--engine", "cpuu"], ["unknown engine 'cpuu'", "did you mean 'cpu'?"]),
-        (["--drafter-option", "num_tokens=3"], ["unknown ngram drafter option 'num_tokens'"]),
+        (["--drafter-option", "num_tokens=3"], ["unknown suffix drafter option 'num_tokens'"]),
         (["--drafter-option", "num_speculative_tokens=many"], ["num_speculative_tokens is 'many'"]),
         (["--drafter", "none", "--drafter-option", "num_speculative_tokens=3"], ["without a drafter"]),
         (["--temprature", "0"], ["did you mean '--temperature'?"]),
@@ -262,7 +262,8 @@ def test_bench_prints_a_table_and_saves_json(engine_dirs, tmp_path):
     assert_refused(quasar_trt("bench", *engines, "--prompts", prompts, "--output", missing), str(missing.parent))
 
 
-def test_interrupt_is_exit_code_130_without_traceback(engine_dirs):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_command_with_its_exit_code_and_without_traceback(engine_dirs, number, code):
     command = ["generate", str(engine_dirs["INT8"]), "--max-tokens", "400", "--ignore-eos", "hello", "-"]
     process = subprocess.Popen(
         [sys.executable, "-m", "quasar_trt.cli", *command],
@@ -271,9 +272,9 @@ def test_interrupt_is_exit_code_130_without_traceback(engine_dirs):
         stderr=subprocess.PIPE,
     )
     assert process.stdout.read(1)  # it generates, or has come to the second prompt, which never arrives
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, stderr = process.communicate()
-    assert process.returncode == 130 and b"Traceback" not in stderr
+    assert process.returncode == code and b"Traceback" not in stderr
 
 
 def test_build_defaults_are_those_of_the_builder():

@@ -360,6 +360,16 @@ def test_a_packed_file_of_another_layout_is_refused(packed, tmp_path):
         CpuEngine(other, max_seq_len=16)
 
 
+def test_a_packed_file_of_other_hadamard_blocks_is_refused(packed, tmp_path):
+    _, _, _, path = packed("int8")
+    other = tmp_path / "rank0.engine"
+    written = path.read_bytes()
+    assert written.count(rb"\"mlp.proj\": 16") == 1
+    other.write_bytes(written.replace(rb"\"mlp.proj\": 16", rb"\"mlp.proj\": 80"))
+    with pytest.raises(QuasarError, match=r"hadamard_blocks .*'mlp.proj': 80.*build the engine again"):
+        CpuEngine(other, max_seq_len=16)
+
+
 def test_unknown_instruction_sets_and_thread_counts_are_refused(packed):
     path = packed("bf16")[3]
     with pytest.raises(QuasarError, match="did you mean 'portable'"):

@@ -7,7 +7,14 @@ import pytest
 from quasar_trt.errors import QuasarError
 from quasar_trt.recipe import Recipe
 
-RECIPES = [Recipe(), Recipe(smoothquant=0.7, quantize_lm_head=True), Recipe(smoothquant=0), Recipe("none")]
+RECIPES = [
+    Recipe(),
+    Recipe(smoothquant=0.7, quantize_lm_head=True),
+    Recipe(smoothquant=0),
+    Recipe(smoothquant=0.5, rotate=True, rounding="gptq"),
+    Recipe(rotate=False, rounding="nearest", activations=16, exclude=["*.mlp.proj", "transformer.layers.0.*"]),
+    Recipe("none"),
+]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -23,6 +30,26 @@ def test_smoothing_is_searched_unless_said_otherwise_and_absent_without_quantiza
 
 
 @pytest.mark.parametrize(
+    ("recipe", "rotate", "rounding", "activations"),
+    [
+        (Recipe(), True, "gptq", 8),
+        (Recipe(smoothquant=0.5), False, "nearest", 8),
+        (Recipe(rotate=False, activations=16), False, "gptq", 16),
+        (Recipe("none"), None, None, None),
+    ],
+)
+def test_what_a_recipe_leaves_open_follows_from_how_it_smooths(recipe, rotate, rounding, activations):
+    assert (recipe.rotate, recipe.rounding, recipe.activations) == (rotate, rounding, activations)
+
+
+def test_a_linear_is_quantized_unless_a_pattern_matches_its_whole_name():
+    recipe = Recipe(exclude=("*.mlp.proj", "transformer.layers.1.*"))
+    names = [f"transformer.layers.{i}.{name}" for i in (0, 1, 11) for name in ("attention.qkv", "mlp.proj")]
+    assert [recipe.quantizes(name) for name in names] == [True, False, False, False, True, False]
+    assert not any(Recipe("none").quantizes(name) for name in names)
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"quantization": "none", "smoothquant": 0.5}, ["smoothquant has no use with quantization 'none'", "'int8'"]),
@@ -34,6 +61,15 @@ def test_smoothing_is_searched_unless_said_otherwise_and_absent_without_quantiza
         ({"smoothquant": -0.1}, ["smoothquant is -0.1"]),
         ({"smoothquant": "high"}, ["smoothquant is high"]),
         ({"quantize_lm_head": "no"}, ["quantize_lm_head is 'no'"]),
+        ({"rotate": "yes"}, ["rotate is 'yes'", "true, false"]),
+        ({"rounding": "up"}, ["unknown rounding 'up'", "gptq, nearest"]),
+        ({"activations": 12}, ["activations is 12", "8, 16"]),
+        ({"exclude": "*.mlp.proj"}, ["exclude is '*.mlp.proj'", "a list"]),
+        ({"exclude": [""]}, ["exclude is ['']"]),
+        ({"quantization": "none", "rotate": True}, ["rotate has no use with quantization 'none'"]),
+        ({"quantization": "none", "rounding": "gptq"}, ["rounding has no use"]),
+        ({"quantization": "none", "activations": 16}, ["activations has no use"]),
+        ({"quantization": "none", "exclude": ["*"]}, ["exclude has no use"]),
         ({"smoothqant": 0.5}, ["unknown recipe option 'smoothqant'", "did you mean 'smoothquant'"]),
     ],
 )
