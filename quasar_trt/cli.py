@@ -62,7 +62,7 @@ def cli():
     metavar="ALPHA",
 )
 @click.option("--rotate/--no-rotate", default=None, help="Rotate the model; on where the smoothing is searched.")
-@field_option(Recipe, "rounding", "Of weights; gptq where the smoothing is searched.", type=click.Choice(ROUNDINGS))
+@field_option(Recipe, "rounding", "Of weights; gptq with a rotation.", type=click.Choice(ROUNDINGS))
 @field_option(Recipe, "activations", "Bits of a quantized linear's input, 8 or 16; 8 by default.", type=int)
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Linears that stay in BF16; may be repeated.")
 @field_option(Recipe, "quantize_lm_head", "Store the head as INT8 too.", flag=True)

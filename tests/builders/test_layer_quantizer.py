@@ -220,7 +220,7 @@ def test_each_group_is_fitted_behind_the_layers_already_quantized(recipe, source
 def test_gptq_is_fitted_to_the_codes_that_the_linear_will_read(block, source_of, tmp_path):
     """At the same inputs and smoother, the output error is below that of the codes nearest to the weights."""
     _, source = source_of("LlamaForCausalLM")
-    config, recipe = source.config, Recipe(rotate=bool(block))
+    config, recipe = source.config, Recipe(rotate=bool(block), rounding="gptq")
     (tensors,), _ = written(source, recipe, tmp_path / "checkpoint")
     inputs = observed(config, recipe, tensors, texts_for(config))
     q = rotation(config.hidden_size)
