@@ -66,7 +66,7 @@ def run_kernel_bench(
         layer=layer,
         linears=tuple(times[: len(KINDS)]),
         engines=tuple(
-            EngineTimes(directory, quantized[directory], *(curve and by_name[curve.name] for curve in curves))
+            EngineTimes(directory, quantized[directory], *(by_name[curve.name] if curve else None for curve in curves))
             for directory, curves in of_engine.items()
         ),
     )

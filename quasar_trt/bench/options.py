@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from quasar_trt.errors import QuasarError, named_options
 from quasar_trt.sampling_params import SamplingParams
 
-MOST_ROWS = 256
+MOST_ROWS = 256  # of a pass
 
 
 @named_options("bench option")
