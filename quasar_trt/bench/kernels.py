@@ -46,14 +46,20 @@ def run_kernel_bench(
     engines = {directory: open_engine(directory, threads=threads) for directory in engine_dirs}
     layer = layer_of(next(iter(engines.values())).config) if engines else STANDARD_LAYER
     cache = last_level_cache()
-    buffer = WeightBuffer(layer, max(_BUFFER_PER_CACHE * cache, _LEAST_BUFFER), native.thread_pool(threads))
+    try:
+        pool = native.thread_pool(threads)
+    except RuntimeError as error:  # the system's limit of threads
+        raise QuasarError(f"cannot start {threads} threads ({error}); ask for fewer with --threads") from None
+    buffer = WeightBuffer(layer, max(_BUFFER_PER_CACHE * cache, _LEAST_BUFFER), pool)
 
     with ExitStack() as stack:
+        of_engine = {
+            directory: engine_curves(directory.resolve().name, engine, options.rows, stack)
+            for directory, engine in engines.items()
+        }
         curves = [buffer.curve(kind, options.rows) for kind in KINDS]
-        of_engine = {}
-        for directory, engine in engines.items():
-            of_engine[directory] = engine_curves(directory.resolve().name, engine, options.rows, stack)
-            curves += filter(None, of_engine[directory])
+        for of_one_kind in zip(*of_engine.values(), strict=True):  # engines that are compared run side by side
+            curves += filter(None, of_one_kind)
         progress = stack.enter_context(progress_bar(progress_console))
         bar = progress.add_task("kernels", total=options.repeats * sum(len(curve.rows) for curve in curves))
         times = measure(curves, buffer.read, buffer.nbytes, options.repeats, lambda: progress.advance(bar))

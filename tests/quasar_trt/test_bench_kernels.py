@@ -317,6 +317,16 @@ def test_engines_of_one_name_are_refused(engine_dirs):
         run_kernel_bench([engine_dirs["INT8"]] * 2, KernelBenchOptions(), Console(quiet=True))
 
 
+@needs_native
+def test_more_threads_than_the_system_gives_are_refused(monkeypatch):
+    def refuse(threads):
+        raise RuntimeError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(native, "thread_pool", refuse)
+    with pytest.raises(QuasarError, match=r"cannot start 3 threads .*; ask for fewer with --threads"):
+        run_kernel_bench([], KernelBenchOptions(threads=3), Console(quiet=True))
+
+
 def test_kernel_bench_needs_the_native_extension(monkeypatch):
     monkeypatch.setattr(native, "UNAVAILABLE", "it was not built")
     with pytest.raises(QuasarError, match="cannot be measured: it was not built"):
