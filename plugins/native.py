@@ -103,12 +103,31 @@ def silu_mul_smooth_quantize(
     return smooth_quantize(product, inv_smoother, hadamard, activations, isa)
 
 
+def thread_pool(threads: int):
+    """Threads for `sum_words` and `packed_linear`, which wait for each other as those of an engine do."""
+    return _native.ThreadPool(threads)
+
+
+def sum_words(words: np.ndarray, pool) -> int:
+    """Reads words uint64 [n] with all threads of the pool, as fast as memory gives them; returns their sum modulo 2^64."""
+    return _native.sum_words(words, pool)
+
+
+def packed_linear(kind: str, x, scale, weight, weight_scale, k: int, pool) -> np.ndarray:
+    """The linear `kind` ("w8a8", "w8a16" or "bf16") of a packed weight, its blocks shared among the pool's threads.
+
+    x [rows, padded k] as the linear of that name takes it; scale f32 [rows] and weight_scale f32 [padded n], or None for
+    bf16 -> float32 [rows, padded n]. Sizes are trusted.
+    """
+    return getattr(_native, f"linear_{kind}")(x, scale, weight, weight_scale, None, k, "", pool)
+
+
 def _linear(kernel, x, scale, weight, weight_scale, bias, isa) -> np.ndarray:
     n, k = weight.shape
     if x.shape[1] != k:
         raise ValueError(f"the input has {x.shape[1]} columns, the weight {k}; they must be equal")
     vectors = [_vector(scale, len(x), "scale"), _vector(weight_scale, n, "weight_scale"), _vector(bias, n, "bias")]
-    return kernel(_rows(x), vectors[0], pack_weight(weight), *vectors[1:], k, isa)[:, :n]
+    return kernel(_rows(x), vectors[0], pack_weight(weight), *vectors[1:], k, isa, None)[:, :n]
 
 
 def w8a8_linear(q, scale, weight, weight_scale, bias=None, isa: str = "") -> np.ndarray:

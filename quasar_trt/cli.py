@@ -7,7 +7,6 @@ Options are accepted in both spellings, `--output-dir` and `--output_dir`.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import sys
@@ -17,8 +16,19 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from quasar_trt import __version__
-from quasar_trt.bench.options import BenchOptions
-from quasar_trt.cli_options import ENGINE, PATH, THREADS, Group, drafter_options, field_option, usage_message
+from quasar_trt.bench.options import BenchOptions, KernelBenchOptions
+from quasar_trt.cli_options import (
+    ENGINE,
+    PATH,
+    THREADS,
+    DefaultGroup,
+    Group,
+    RowCounts,
+    drafter_options,
+    field_option,
+    usage_message,
+)
+from quasar_trt.cli_output import check_outputs, save_json, show_report
 from quasar_trt.errors import QuasarError
 from quasar_trt.recipe import QUANTIZATIONS, ROUNDINGS, Recipe
 from quasar_trt.sampling_params import SamplingParams
@@ -153,11 +163,24 @@ def stats_line(stats: SpeculationMetrics, tokens_per_second: float | None) -> st
     return ", ".join(parts)
 
 
-@cli.command()
+@cli.group(cls=DefaultGroup)
+def bench():
+    """Measure speed.
+
+    Without a command it is `cells`: quasar-trt bench --int8 DIR --bf16 DIR --prompts FILE
+    """
+
+
+OUTPUT = click.option("--output", type=PATH, metavar="FILE", help="Save every figure and time as JSON.")
+MARKDOWN = click.option("--markdown", type=PATH, metavar="FILE", help="Save the tables as Markdown.")
+
+
+@bench.command()
 @click.option("--int8", type=PATH, required=True, metavar="DIR", help="Engine with INT8 weights.")
 @click.option("--bf16", type=PATH, required=True, metavar="DIR", help="Engine of the same model with BF16 weights.")
-@click.option("--prompts", type=PATH, required=True, metavar="FILE", help="JSON Lines with prompt, turns or messages.")
+@click.option("--prompts", type=PATH, metavar="FILE", help="JSON Lines with prompt, turns or messages.")
 @click.option("--limit-per-task", type=click.IntRange(min=1), help="Use only the first N prompts of each task.")
+@field_option(BenchOptions, "random_prompts", "Prompts of random ids, in which nothing repeats.", type=int)
 @drafter_options()
 @field_option(BenchOptions, "repeats", "Times that each cell decodes each prompt.", type=int)
 @field_option(BenchOptions, "max_tokens", "Most tokens to emit per prompt.", type=int)
@@ -166,27 +189,54 @@ def stats_line(stats: SpeculationMetrics, tokens_per_second: float | None) -> st
 @field_option(BenchOptions, "ignore_eos", "Go on past the end-of-sequence token.", flag=True)
 @field_option(BenchOptions, "raw", "Encode prompts as they are, without the chat template.", flag=True)
 @THREADS
-@click.option("--output", type=PATH, metavar="FILE", help="Save every figure and run as JSON.")
-def bench(int8, bf16, prompts, limit_per_task, output, drafter_option, **options):
+@OUTPUT
+@MARKDOWN
+@click.option("--plot", type=PATH, metavar="FILE.png", help="Draw the speed-ups of each task.")
+def cells(int8, bf16, prompts, limit_per_task, output, markdown, plot, drafter_option, **options):
     """Compare BF16 and INT8, plain and drafted.
 
     The four cells run interleaved, prompt by prompt, each in a process of its own.
     """
     from quasar_trt.bench.prompts import load_prompts
 
-    if output:
-        check_output(output)
+    check_outputs({"--output": output, "--markdown": markdown, "--plot": plot})
     options = BenchOptions(drafter_options=dict(drafter_option), **options)
-    prompts = load_prompts(prompts, limit_per_task)
+    if not (prompts or options.random_prompts):
+        raise click.UsageError("Missing option '--prompts' or '--random-prompts'.", click.get_current_context())
+    prompts = load_prompts(prompts, limit_per_task) if prompts else []
 
     from rich.console import Console
 
     from quasar_trt.bench.run import run_bench
 
     report = run_bench({"BF16": bf16, "INT8": int8}, prompts, options, Console(stderr=True))
-    report.show(Console())
-    if output:
-        save_json(output, report.to_dict())
+    show_report(report, output, markdown)
+    if plot:
+        from quasar_trt.bench.plot import plot as draw
+
+        draw(report, plot)
+
+
+@bench.command()
+@click.option("--engine", type=PATH, multiple=True, metavar="DIR", help="Time its passes too; may be repeated.")
+@field_option(KernelBenchOptions, "rows", "Rows of a pass.", type=RowCounts())
+@field_option(KernelBenchOptions, "repeats", "Times that each number of rows is timed.", type=int)
+@THREADS
+@OUTPUT
+@MARKDOWN
+def kernels(engine, output, markdown, **options):
+    """Compare linears and engine passes with the speed of memory.
+
+    Weights read per second, beside the read bandwidth that the same threads reach in the same run.
+    """
+    check_outputs({"--output": output, "--markdown": markdown})
+    options = KernelBenchOptions(**options)
+
+    from rich.console import Console
+
+    from quasar_trt.bench.kernels import run_kernel_bench
+
+    show_report(run_kernel_bench(engine, options, Console(stderr=True)), output, markdown)
 
 
 @cli.group("eval", cls=Group, invoke_without_command=True)
@@ -211,17 +261,11 @@ def fidelity(engine_dir, plot, output, **options):
 
     The engine in ENGINE_DIR and the source read the same text. ENGINE_DIR stays as it is.
     """
-    for option, path in {"--output": output, "--plot": plot}.items():
-        if path:
-            check_output(path, option)
-            if engine_dir.resolve() in path.resolve().parents:
-                raise QuasarError(
-                    f"{option}: {path} lies in the engine directory, which stays as it is; choose another"
-                )
-    if plot:
-        from quasar_trt.builders.fidelity_plot import check_plot
-
-        check_plot(plot)
+    outputs = {"--output": output, "--plot": plot}
+    check_outputs(outputs)
+    for option, path in outputs.items():
+        if path and engine_dir.resolve() in path.resolve().parents:
+            raise QuasarError(f"{option}: {path} lies in the engine directory, which stays as it is; choose another")
 
     from rich.console import Console
 
@@ -239,23 +283,6 @@ def fidelity(engine_dir, plot, output, **options):
         draw(measured["layer_errors"], f"{engine_dir.name} against {Path(measured['source']).name}", plot)
     if output:
         save_json(output, measured)
-
-
-def check_output(path: Path, option: str = "--output") -> None:
-    """Raises QuasarError, before a long run, for a file that could not be written after it."""
-    if not path.parent.is_dir():
-        raise QuasarError(f"{option}: directory {path.parent} does not exist")
-    if path.is_dir():
-        raise QuasarError(f"{option}: {path} is a directory; give the name of a file")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise QuasarError(f"{option}: no permission to write {path}")
-
-
-def save_json(path: Path, values: dict) -> None:
-    try:
-        path.write_text(json.dumps(values, indent=1) + "\n")
-    except OSError as error:
-        raise QuasarError(f"--output: cannot write {path}: {error.strerror}") from None
 
 
 @cli.command()

@@ -26,6 +26,29 @@ class Group(click.Group):
         return super().resolve_command(ctx, args)
 
 
+class DefaultGroup(Group):
+    """A group whose first command is meant where options come without a command."""
+
+    def parse_args(self, ctx, args):
+        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
+            args = [next(iter(self.commands)), *args]
+        return super().parse_args(ctx, args)
+
+
+class RowCounts(click.ParamType):
+    """Numbers of rows, N,N,...; what takes them checks their range."""
+
+    name = "n,n,..."
+
+    def convert(self, value, param, ctx):
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(number) for number in value.split(","))
+        except ValueError:
+            raise QuasarError(f"{param.opts[0]} is '{value}'; allowed: numbers with commas between them") from None
+
+
 def field_option(owner: type, name: str, text: str, flag: bool = False, **attributes):
     """A click option for one field of an options dataclass, with the field's default."""
     spelling = f"--{name.replace('_', '-')}"

@@ -86,6 +86,23 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def last_level_cache() -> int:
+    """Bytes of the outermost caches that the usable CPUs share among them, together; 0 where the system does not say."""
+    sizes: dict[tuple[str, str], int] = {}
+    for cpu in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
+        caches = Path(f"/sys/devices/system/cpu/cpu{cpu}/cache").glob("index*")
+        try:
+            level, shared, size = max(_read(cache, "level", "shared_cpu_list", "size") for cache in caches)
+            sizes[level, shared] = int(size.removesuffix("K")) * 1024
+        except (OSError, ValueError):  # ValueError: no cache at all, or another unit
+            return 0
+    return sum(sizes.values())
+
+
+def _read(directory: Path, *names: str) -> list[str]:
+    return [(directory / name).read_text().strip() for name in names]
+
+
 def memory() -> str:
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -4,11 +4,15 @@
 #include <pybind11/stl.h>
 
 #include <map>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "../../quasar_trt/engines/csrc/decoder.h"
+#include "../../quasar_trt/engines/csrc/thread_pool.h"
+#include "bandwidth.h"
 #include "kernels.h"
 
 namespace py = pybind11;
@@ -149,27 +153,45 @@ py::tuple quantize(const Array<float>& x, const Vector& inverse_smoother, int ha
 }
 
 // x: [rows, padded k] codes, or floats where `scales` is None; weight: packed. Returns [rows, padded n] float32.
+// Without a pool the calling thread does it alone.
 template <class Input>
 Array<float> linear(const Array<Input>& x, const Vector& scales, const py::array& weight, const Vector& weight_scale,
-                    const Vector& bias, int k, const std::string& isa) {
+                    const Vector& bias, int k, const std::string& isa, ThreadPool* pool) {
   const Kernels* kernels = kernels_named(isa);
   const int rows = static_cast<int>(x.shape(0)), stride = static_cast<int>(x.shape(1)), blocks = static_cast<int>(weight.shape(0));
   const Weight packed{weight.data(), data(weight_scale), data(bias), k};
   Array<float> y({static_cast<py::ssize_t>(rows), static_cast<py::ssize_t>(blocks) * kBlock});
   const Output out{y.mutable_data(), blocks * kBlock, Epilogue::kStore};
-  if constexpr (std::is_same_v<Input, float>) {
-    kernels->linear_bf16(packed, x.data(), stride, rows, 0, blocks, out);
-  } else {
-    std::vector<RowScale> row_scales;
+  const Input* from = x.data();
+  std::vector<RowScale> row_scales;
+  if constexpr (!std::is_same_v<Input, float>)
     for (int r = 0; r < rows; ++r) {
-      int32_t sum = 0;
-      for (int i = 0; i < k; ++i) sum += x.at(r, i);
-      row_scales.push_back({data(scales)[r], sum});
+      const Input* row = from + static_cast<int64_t>(r) * stride;
+      row_scales.push_back({data(scales)[r], std::accumulate(row, row + k, int32_t{0})});
     }
-    if constexpr (sizeof(Input) == 1) kernels->linear_w8a8(packed, x.data(), stride, row_scales.data(), rows, 0, blocks, out);
-    else kernels->linear_w8a16(packed, x.data(), stride, row_scales.data(), rows, 0, blocks, out);
+  const auto part = [&](int begin, int end) {
+    if constexpr (std::is_same_v<Input, float>) kernels->linear_bf16(packed, from, stride, rows, begin, end, out);
+    else if constexpr (sizeof(Input) == 1) kernels->linear_w8a8(packed, from, stride, row_scales.data(), rows, begin, end, out);
+    else kernels->linear_w8a16(packed, from, stride, row_scales.data(), rows, begin, end, out);
+  };
+  {
+    py::gil_scoped_release release;
+    if (!pool) part(0, blocks);
+    else pool->run([&](int thread) { std::apply(part, share(blocks, thread, pool->size())); });
   }
   return y;
+}
+
+// Every thread of the pool reads its part of the array.
+uint64_t sum_words_of(const Array<uint64_t>& words, ThreadPool& pool) {
+  const uint64_t* from = words.data();
+  const int64_t size = words.size();
+  std::vector<uint64_t> sums(static_cast<size_t>(pool.size()));
+  py::gil_scoped_release release;
+  pool.run([&](int thread) {
+    sums[static_cast<size_t>(thread)] = sum_words(from, size * thread / pool.size(), size * (thread + 1) / pool.size());
+  });
+  return std::accumulate(sums.begin(), sums.end(), uint64_t{0});
 }
 
 }  // namespace
@@ -184,6 +206,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("linear_w8a8", &linear<int8_t>);
   m.def("linear_w8a16", &linear<int16_t>);
   m.def("linear_bf16", &linear<float>);
+  py::class_<ThreadPool>(m, "ThreadPool").def(py::init<int>());
+  m.def("sum_words", &sum_words_of);
   py::class_<PyDecoder>(m, "Decoder")
       .def(py::init<const py::dict&, py::dict, int, const std::string&>())
       .def("step", &PyDecoder::step)

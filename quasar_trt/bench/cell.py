@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
+from quasar_trt.bench.scratch_sequence import ScratchSequence
 from quasar_trt.decode_clock import DecodeClock
-from quasar_trt.drafters.base import Draft
-from quasar_trt.engines.base import Acceptance, Engine, SequenceStep
+from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
@@ -78,25 +78,16 @@ def verify_costs(engine: Engine, context: int = 128, repeats: int = 15) -> dict[
     Leaves out numbers of rows that the engine cannot hold, and shortens `context` to fit its max_seq_len.
     """
 
-    def accept(index, logits) -> Acceptance:
-        return Acceptance((0,), 0)
-
     max_rows = engine.capabilities.max_rows
     numbers = [rows for rows in VERIFY_ROWS if rows < engine.max_seq_len and rows <= max_rows]
-    context = min(context, engine.max_seq_len - max(numbers))
-    sequence = engine.open()
-    for start in range(0, context, max_rows):
-        chunk = [0] * min(max_rows, context - start)
-        engine.step([SequenceStep(sequence, chunk, needs_logits=False)], accept)
+    sequence = ScratchSequence(engine, min(context, engine.max_seq_len - max(numbers)))
     seconds: dict[int, list[float]] = {rows: [] for rows in numbers}
     for _ in range(repeats):
         for rows in numbers:
-            batch = [SequenceStep(sequence, [0], Draft((0,) * (rows - 1)))]
             started = perf_counter()
-            engine.step(batch, accept)
+            sequence.verify(rows)
             seconds[rows].append(perf_counter() - started)
-            engine.truncate(sequence, context)
-    engine.close(sequence)
+    sequence.close()
     return {rows: statistics.median(times) for rows, times in seconds.items()}
 
 

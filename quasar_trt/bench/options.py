@@ -1,4 +1,4 @@
-"""What a benchmark runs with; light to import, because the command line reads its defaults from here."""
+"""What the benchmarks run with; light to import, because the command line reads its defaults from here."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from dataclasses import dataclass, field
 from quasar_trt.errors import QuasarError, named_options
 from quasar_trt.sampling_params import SamplingParams
 
+MOST_ROWS = 256  # of a pass
+
 
 @named_options("bench option")
 @dataclass(frozen=True)
 class BenchOptions:
-    """Options of one benchmark.
+    """Options of the four-cell benchmark.
 
     drafter, drafter_options: those of the drafted cells.
     repeats: how often each prompt is decoded by each cell.
     max_tokens, temperature, seed, ignore_eos: as in SamplingParams, for every prompt.
+    random_prompts: prompts of random ids, drawn by the seed, that come after the given ones as a task of their own.
     raw: prompts are encoded as they are, without the chat template.
     threads: of each cell's engine; None lets the engine choose.
     """
@@ -27,6 +30,7 @@ class BenchOptions:
     temperature: float = 0.0
     seed: int = 0
     ignore_eos: bool = False
+    random_prompts: int = 0
     raw: bool = False
     threads: int | None = None
 
@@ -35,9 +39,34 @@ class BenchOptions:
             raise QuasarError("drafter is 'none'; the drafted cells of a benchmark need one")
         if self.repeats < 1:
             raise QuasarError(f"repeats is {self.repeats}; allowed: at least 1")
+        if self.random_prompts < 0:
+            raise QuasarError(f"random_prompts is {self.random_prompts}; allowed: at least 0")
 
     @property
     def sampling_params(self) -> SamplingParams:
         return SamplingParams(
             temperature=self.temperature, seed=self.seed, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos
         )
+
+
+@named_options("kernel bench option")
+@dataclass(frozen=True)
+class KernelBenchOptions:
+    """Options of the benchmark of kernels.
+
+    rows: numbers of rows of a pass; kept in order and without repetitions.
+    repeats: times that each number of rows is timed.
+    threads: of the linears, the engines and the reading of memory; None takes all usable CPUs.
+    """
+
+    rows: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8, 12, 16)
+    repeats: int = 10
+    threads: int | None = None
+
+    def __post_init__(self):
+        rows = tuple(sorted(set(self.rows)))
+        object.__setattr__(self, "rows", rows)
+        if not rows or rows[0] != 1 or rows[-1] > MOST_ROWS:
+            raise QuasarError(f"rows are {','.join(map(str, rows))}; allowed: 1, and others up to {MOST_ROWS}")
+        if self.repeats < 1:
+            raise QuasarError(f"repeats is {self.repeats}; allowed: at least 1")

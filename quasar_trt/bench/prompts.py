@@ -1,8 +1,9 @@
-"""Benchmark prompts: a JSONL file, one object per line with "prompt", "turns" or "messages" and perhaps a "task"."""
+"""Benchmark prompts: a JSONL file, one object per line with "prompt", "turns" or "messages" and perhaps a "task"; or random ids."""
 
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,25 @@ class Prompt:
     def text(self) -> str:
         """The contents without the chat template."""
         return "\n\n".join(message["content"] for message in self.messages)
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as an engine reads it."""
+
+    task: str
+    ids: list[int]
+
+
+RANDOM_TASK = "random ids"
+_RANDOM_IDS = 128
+
+
+def random_prompts(count: int, seed: int, vocab_size: int, max_seq_len: int) -> list[EncodedPrompt]:
+    """Prompts of up to 128 ids, no id twice in one: text in which nothing can be looked up. At most half of max_seq_len long."""
+    generator = random.Random(seed)
+    length = min(_RANDOM_IDS, vocab_size, max_seq_len // 2)
+    return [EncodedPrompt(RANDOM_TASK, generator.sample(range(vocab_size), length)) for _ in range(count)]
 
 
 def load_prompts(path: Path, limit_per_task: int | None = None) -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""The figures of a benchmark, as a table for the terminal and as JSON."""
+"""The figures of the four-cell benchmark, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from quasar_trt.bench.cell import BASELINE, CELLS, VERIFY_ROWS, Cell, Measurement
+from quasar_trt.bench.cell import BASELINE, CELLS, Cell, Measurement
+from quasar_trt.bench.figures import count, ratio_interval
 from quasar_trt.bench.options import BenchOptions
+from quasar_trt.bench.report_tables import report_tables
 from quasar_trt.machine import describe_machine
+from quasar_trt.tables import FigureTable
 
 
 @dataclass(frozen=True)
@@ -54,15 +53,31 @@ class Report:
         """tokens/s over all repeats."""
         return _speed(self.select(cell, task))
 
+    def speeds(self, cell: Cell, task: str | None = None) -> list[float | None]:
+        """tokens/s, one per repeat; None where no token was timed."""
+        runs = self.select(cell, task)
+        return [_speed([run for run in runs if run.repeat == repeat]) for repeat in range(self.options.repeats)]
+
     def speedups(self, cell: Cell, task: str | None = None) -> list[float]:
         """Speed-up over BF16 plain, one per repeat."""
-        ratios = []
-        for repeat in range(self.options.repeats):
-            own = _speed([run for run in self.select(cell, task) if run.repeat == repeat])
-            base = _speed([run for run in self.select(BASELINE, task) if run.repeat == repeat])
+        pairs = zip(self.speeds(cell, task), self.speeds(BASELINE, task), strict=True)
+        return [own / base for own, base in pairs if own and base]
+
+    def mean_speedup_of_tasks(self, cell: Cell) -> float | None:
+        """The mean over the tasks of each one's median speed-up; None where a task has none."""
+        by_task = [self.speedups(cell, task) for task in self.tasks]
+        return statistics.fmean(map(statistics.median, by_task)) if all(by_task) else None
+
+    def drafting_gains(self, weights: str, task: str | None = None) -> list[float]:
+        """tokens/s drafted over plain with the same weights, one ratio per prompt: the geometric mean over its repeats, each
+        of which is paired. Prompts of which no token was timed are left out."""
+        plain = {(run.prompt, run.repeat): _speed([run]) for run in self.select(Cell(weights, False), task)}
+        by_prompt: dict[int, list[float]] = {}
+        for run in self.select(Cell(weights, True), task):
+            own, base = _speed([run]), plain[run.prompt, run.repeat]
             if own and base:
-                ratios.append(own / base)
-        return ratios
+                by_prompt.setdefault(run.prompt, []).append(own / base)
+        return [statistics.geometric_mean(ratios) for ratios in by_prompt.values()]
 
     def mean_acceptance_length(self, cell: Cell, task: str | None = None) -> float:
         """Emitted tokens / verify steps."""
@@ -75,10 +90,10 @@ class Report:
         equal = [run.measurement.token_ids == plain[run.prompt, run.repeat] for run in self.select(cell)]
         return sum(equal), len(equal)
 
-    def shares(self, cell: Cell) -> dict[str, float]:
+    def shares(self, cell: Cell, task: str | None = None) -> dict[str, float]:
         """Parts of the measured time spent in draft, verify and accept."""
         totals = {"draft": 0.0, "verify": 0.0, "accept": 0.0}
-        for run in self.select(cell):
+        for run in self.select(cell, task):
             for part, seconds in run.measurement.seconds.items():
                 totals[part] += seconds
         whole = sum(totals.values())
@@ -92,7 +107,7 @@ class Report:
     def to_dict(self) -> dict:
         """Everything as JSON: environment, options, figures per cell and task, and every single run."""
         return {
-            "definition": "tokens/s = decode tokens / decode seconds, prefill excluded; speed-up = median over the repeats of the ratio to BF16 plain",
+            "definition": "tokens/s = decode tokens / decode seconds, prefill excluded; speed-up = median over the repeats of the ratio to BF16 plain; drafting gain = tokens/s drafted over plain per prompt, with the 95 % bootstrap interval of its geometric mean over the prompts",
             "environment": describe_machine(),
             "options": dataclasses.asdict(self.options),
             "engines": {weights: str(directory) for weights, directory in self.engine_dirs.items()},
@@ -102,12 +117,16 @@ class Report:
                     "weight_bytes_per_step": self.weight_bytes[cell],
                     "peak_memory_bytes": self.peak_memory[cell],
                     "identical_to_plain": self.identical(cell),
-                    "time_shares": self.shares(cell),
+                    "mean_speedup_of_tasks": self.mean_speedup_of_tasks(cell),
                     "verify_cost_over_one_row": self.relative_verify_costs(cell),
                 }
                 for cell in CELLS
             },
             "tasks": {task: {cell.name: self._figures(cell, task) for cell in CELLS} for task in self.tasks},
+            "drafting_gain": {
+                weights: {"all": self._gain(weights), "tasks": {task: self._gain(weights, task) for task in self.tasks}}
+                for weights in self.engine_dirs
+            },
             "runs": [
                 {
                     "cell": run.cell.name,
@@ -125,104 +144,33 @@ class Report:
         ratios = self.speedups(cell, task)
         return {
             "tokens_per_second": self.speed(cell, task),
+            "tokens_per_second_by_repeat": self.speeds(cell, task),
             "speedup": statistics.median(ratios) if ratios else None,
             "speedups": ratios,
             "mean_acceptance_length": self.mean_acceptance_length(cell, task),
+            "time_shares": self.shares(cell, task),
         }
 
-    def show(self, console: Console) -> None:
-        console.print(self._cell_table(), "")
-        if len(self.tasks) > 1:
-            console.print(self._task_table(), "")
-        console.print(self._cost_table(), "")
+    def _gain(self, weights: str, task: str | None = None) -> dict:
+        gains = self.drafting_gains(weights, task)
+        return {
+            "prompts": gains,
+            "geometric_mean": statistics.geometric_mean(gains) if gains else None,
+            "interval_95": ratio_interval(gains),
+        }
+
+    def tables(self) -> list[FigureTable]:
+        return report_tables(self)
+
+    def summary(self) -> str:
         options, prompts = self.options, len({run.prompt for run in self.runs})
-        console.print(
-            f"{_count(prompts, 'prompt')}, {_count(options.repeats, 'repeat')}, up to {options.max_tokens} tokens, temperature {options.temperature:g}, "
-            f"drafter {options.drafter}. tokens/s excludes prefill; speed-up is the median over the repeats (min..max) "
-            "of the ratio to BF16 plain.",
-            style="dim",
-            highlight=False,
+        return (
+            f"{count(prompts, 'prompt')}, {count(options.repeats, 'repeat')}, up to {options.max_tokens} tokens, temperature "
+            f"{options.temperature:g}, end of sequence {'ignored' if options.ignore_eos else 'respected'}, drafter {options.drafter}. "
+            "tokens/s excludes prefill; speed-up is the median over the repeats (min..max) of the ratio to BF16 plain."
         )
-
-    def _cell_table(self) -> Table:
-        headings = (
-            "tokens/s",
-            "speed-up",
-            "mean\nacceptance\nlength",
-            "weights\nper step",
-            "peak\nmemory",
-            "ids as\nplain",
-        )
-        table = _table("four cells", "cell", *headings)
-        for cell in CELLS:
-            equal, total = self.identical(cell)
-            table.add_row(
-                cell.name,
-                _number(self.speed(cell), ".1f"),
-                "1.00x" if cell == BASELINE else _spread(self.speedups(cell)),
-                f"{self.mean_acceptance_length(cell):.2f}",
-                f"{self.weight_bytes[cell] / 1e6:,.0f} MB",
-                f"{self.peak_memory[cell] / 1e6:,.0f} MB",
-                ("" if equal == total else "[red]") + f"{equal}/{total}" if cell.drafted else "",
-            )
-        return table
-
-    def _task_table(self) -> Table:
-        headings = [cell.name.replace(" ", "\n") for cell in CELLS[1:]]
-        length = "INT8 mean\nacceptance\nlength"
-        table = _table("by task: speed-up over BF16 plain", "task", "BF16\nplain\ntokens/s", *headings, length)
-        for task in self.tasks:
-            table.add_row(
-                task,
-                _number(self.speed(BASELINE, task), ".1f"),
-                *(_median(self.speedups(cell, task)) for cell in CELLS[1:]),
-                f"{self.mean_acceptance_length(CELLS[-1], task):.2f}",
-            )
-        return table
-
-    def _cost_table(self) -> Table:
-        headings = (f"{rows}\nrows" for rows in VERIFY_ROWS[1:])
-        table = _table("where the time goes", "cell", "draft", "verify", "accept", *headings)
-        for cell in CELLS:
-            costs = self.relative_verify_costs(cell)
-            table.add_row(
-                cell.name,
-                *(f"{share:.1%}" for share in self.shares(cell).values()),
-                *(f"{costs[rows]:.2f}x" if rows in costs else "-" for rows in VERIFY_ROWS[1:]),
-            )
-        table.caption = "shares of the time; cost of a verify step of that many rows over one of a single row"
-        return table
-
-
-def _table(title: str, first: str, *headings: str) -> Table:
-    """A left-hand column of names, then columns of figures."""
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False
-    )
-    table.show_edge = False
-    table.add_column(first, no_wrap=True, style="bold")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
 
 
 def _speed(runs: Sequence[Run]) -> float | None:
     seconds = sum(run.measurement.decode_seconds for run in runs)
     return sum(run.measurement.decode_tokens for run in runs) / seconds if seconds > 0 else None
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
-
-
-def _median(ratios: Sequence[float]) -> str:
-    return f"{statistics.median(ratios):.2f}x" if ratios else "-"
-
-
-def _spread(ratios: Sequence[float]) -> str:
-    """Median, with (min..max) when there is more than one."""
-    return _median(ratios) if len(ratios) < 2 else f"{_median(ratios)} ({min(ratios):.2f}..{max(ratios):.2f})"

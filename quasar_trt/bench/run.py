@@ -6,11 +6,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from quasar_trt.bench.cell import CELLS, CellProcess
 from quasar_trt.bench.options import BenchOptions
-from quasar_trt.bench.prompts import Prompt
+from quasar_trt.bench.progress import progress_bar
+from quasar_trt.bench.prompts import EncodedPrompt, Prompt, random_prompts
 from quasar_trt.bench.report import Report, Run
 from quasar_trt.checkpoint import Checkpoint
 from quasar_trt.engines import default_engine
@@ -22,55 +22,43 @@ from quasar_trt.tokenizer import encode, encode_chat, load_tokenizer
 def run_bench(
     engine_dirs: dict[str, Path], prompts: list[Prompt], options: BenchOptions, progress_console: Console
 ) -> Report:
-    """`engine_dirs`: {"BF16": ..., "INT8": ...}. The progress bar goes to `progress_console`.
+    """`engine_dirs`: {"BF16": ..., "INT8": ...}. `prompts` and `options.random_prompts` together are at least one. The
+    progress bar goes to `progress_console`.
 
     Raises QuasarError when a directory holds other weights than its cell, the directories are not of one model, a prompt
     does not fit, or a cell's process fails.
     """
     sampling_params = options.sampling_params
-    max_seq_len = _check_engines(engine_dirs)
-    ids = _encode(prompts, _tokenizer(engine_dirs), options.raw, max_seq_len)
+    max_seq_len, vocab_size = _check_engines(engine_dirs)
+    encoded = _encode(prompts, _tokenizer(engine_dirs), options.raw, max_seq_len)
+    encoded += random_prompts(options.random_prompts, options.seed, vocab_size, max_seq_len)
     engine = default_engine()  # chosen here, so that a warning about it appears once and not once per cell
 
     with ExitStack() as stack:
-        cells = {
-            cell: stack.enter_context(
-                CellProcess(
-                    cell,
-                    engine_dirs[cell.weights],
-                    {
-                        "drafter": options.drafter if cell.drafted else None,
-                        "drafter_options": options.drafter_options if cell.drafted else {},
-                        "engine": engine,
-                        "threads": options.threads,
-                    },
-                )
-            )
-            for cell in CELLS
-        }
-        weight_bytes = {cell: process.weight_bytes_per_step() for cell, process in cells.items()}
-        progress = stack.enter_context(
-            Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                console=progress_console,
-                transient=True,
-                disable=not progress_console.is_terminal,
-            )
-        )
-        bar = progress.add_task("warm-up", total=len(CELLS) * (1 + options.repeats * len(prompts)))
+        cells, weight_bytes = {}, {}
+        for cell in CELLS:
+            drafter = options.drafter if cell.drafted else None
+            runner_options = {
+                "drafter": drafter,
+                "drafter_options": options.drafter_options if drafter else {},
+                "engine": engine,
+                "threads": options.threads,
+            }
+            cells[cell] = stack.enter_context(CellProcess(cell, engine_dirs[cell.weights], runner_options))
+            # One opens after the other: whatever a runner times when it opens is not disturbed by another cell.
+            weight_bytes[cell] = cells[cell].weight_bytes_per_step()
+        progress = stack.enter_context(progress_bar(progress_console))
+        bar = progress.add_task("warm-up", total=len(CELLS) * (1 + options.repeats * len(encoded)))
         for process in cells.values():
-            process.measure(ids[0], sampling_params)
+            process.measure(encoded[0].ids, sampling_params)
             progress.advance(bar)
         runs = []
         for repeat in range(options.repeats):
-            for index, prompt in enumerate(prompts):
+            for index, prompt in enumerate(encoded):
                 progress.update(bar, description=f"repeat {repeat + 1}/{options.repeats}, {prompt.task}")
                 for cell, process in cells.items():
-                    measurement = process.measure(ids[index], sampling_params)
-                    runs.append(Run(cell, prompt.task, index, repeat, len(ids[index]), measurement))
+                    measurement = process.measure(prompt.ids, sampling_params)
+                    runs.append(Run(cell, prompt.task, index, repeat, len(prompt.ids), measurement))
                     progress.advance(bar)
         progress.update(bar, description="cost of verify rows")
         ends = {cell: process.finish() for cell, process in cells.items()}
@@ -79,17 +67,18 @@ def run_bench(
     return Report(options, engine_dirs, tuple(runs), weight_bytes, peak_memory, costs)
 
 
-def _check_engines(engine_dirs: dict[str, Path]) -> int:
-    """The tokens that a sequence may have in both engines. Raises QuasarError unless they fit their names and each other."""
+def _check_engines(engine_dirs: dict[str, Path]) -> tuple[int, int]:
+    """(tokens that a sequence may have in both engines, size of their vocabulary). Raises QuasarError unless they fit their names and each other."""
     manifests = {weights: Manifest.open(directory) for weights, directory in engine_dirs.items()}
     for weights, manifest in manifests.items():
         found = "INT8" if manifest.recipe.quantized else "BF16"
         if found != weights:
             raise QuasarError(f"{engine_dirs[weights]} holds {found} weights; --{weights.lower()} needs {weights}")
     one, other = engine_dirs.values()
-    if Checkpoint.open(one / "checkpoint").config != Checkpoint.open(other / "checkpoint").config:
+    config = Checkpoint.open(one / "checkpoint").config
+    if config != Checkpoint.open(other / "checkpoint").config:
         raise QuasarError(f"{one} and {other} are engines of different models; build both from one model")
-    return min(manifest.limits.max_seq_len for manifest in manifests.values())
+    return min(manifest.limits.max_seq_len for manifest in manifests.values()), config.vocab_size
 
 
 def _tokenizer(engine_dirs: dict[str, Path]):
@@ -102,8 +91,8 @@ def _tokenizer(engine_dirs: dict[str, Path]):
     return one
 
 
-def _encode(prompts: list[Prompt], tokenizer, raw: bool, max_seq_len: int) -> list[list[int]]:
-    """Ids of each prompt. Raises QuasarError for one that leaves no room for an answer."""
+def _encode(prompts: list[Prompt], tokenizer, raw: bool, max_seq_len: int) -> list[EncodedPrompt]:
+    """Raises QuasarError for one that leaves no room for an answer."""
     ids = [encode(tokenizer, prompt.text) if raw else encode_chat(tokenizer, prompt.messages) for prompt in prompts]
     for number, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True), 1):
         if not 0 < len(tokens) < max_seq_len:
@@ -111,4 +100,4 @@ def _encode(prompts: list[Prompt], tokenizer, raw: bool, max_seq_len: int) -> li
                 f"prompt {number} (task {prompt.task}) has {len(tokens)} tokens; allowed: 1 to {max_seq_len - 1}, one "
                 "less than the engines' max_seq_len; shorten it or build with a larger --max-seq-len"
             )
-    return ids
+    return [EncodedPrompt(prompt.task, tokens) for prompt, tokens in zip(prompts, ids, strict=True)]

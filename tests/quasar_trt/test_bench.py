@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from stubs import StubEngine, one_hot_logits
 
 from quasar_trt.bench.cell import CELLS, CellProcess, Measurement, verify_costs
 from quasar_trt.bench.options import BenchOptions
-from quasar_trt.bench.prompts import load_prompts
+from quasar_trt.bench.prompts import load_prompts, random_prompts
 from quasar_trt.bench.report import Report, Run
 from quasar_trt.bench.run import run_bench
 from quasar_trt.errors import QuasarError
@@ -28,9 +29,10 @@ def write_prompts(path: Path, *lines: dict | str) -> Path:
 
 
 def text_of(report: Report) -> str:
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    report.show(console)
-    return console.export_text()
+    console = Console(width=80, file=io.StringIO())
+    for table in report.tables():
+        console.print(table.terminal(), "")
+    return console.file.getvalue()
 
 
 def test_cells_are_weights_times_drafting():
@@ -88,6 +90,8 @@ def test_options_are_checked():
         BenchOptions(drafter="none")
     with pytest.raises(QuasarError, match="repeats is 0"):
         BenchOptions(repeats=0)
+    with pytest.raises(QuasarError, match="random_prompts is -1"):
+        BenchOptions(random_prompts=-1)
     with pytest.raises(QuasarError, match="unknown bench option 'repeat'"):
         BenchOptions(repeat=2)
 
@@ -164,12 +168,60 @@ def test_a_speed_that_was_not_measured_is_none():
 def test_table_shows_the_figures_within_80_columns():
     text = text_of(known_report())
     assert max(map(len, text.splitlines())) <= 80
-    rows = [line for line in text.splitlines() if "INT8 drafted" in line]
+    rows = [line for line in text.splitlines() if line.startswith("INT8 drafted")]
     for figure in ("4.00x (2.00..5.00)", "2.00", "163 MB", "400 MB", "6/6"):
         assert figure in rows[0]
     for figure in ("10.0%", "80.0%", "1.05x", "1.25x", "2.00x"):
         assert figure in rows[1]
-    assert "translation" in text and "…" not in text
+    by_task = [line.split() for line in text.splitlines() if line.startswith("translation")]
+    assert by_task[0] == ["translation", "0.8", "2.00x", "2.00x", "4.00x"]
+    assert by_task[1] == ["translation", "3.0", "(1.5..3.8)", "2.00", "10.0%", "80.0%", "10.0%"]
+    assert by_task[2][:3] == ["translation", "1", "1.71x"]
+    mean = next(line.split() for line in text.splitlines() if line.startswith("mean of the tasks"))
+    assert mean[-3:] == ["2.00x", "2.00x", "4.00x"]
+    assert "…" not in text
+
+
+def test_mean_over_tasks_weighs_tasks_alike():
+    """Speed-ups of INT8 drafted: chat 4, 5, 2 (median 4), translation half of that (median 2)."""
+    report = known_report()
+    slower = [
+        dataclasses.replace(run, measurement=dataclasses.replace(run.measurement, decode_seconds=seconds))
+        for run in report.runs
+        for seconds in [run.measurement.decode_seconds * (2 if run.cell.drafted and run.task == "translation" else 1)]
+    ]
+    report = dataclasses.replace(report, runs=tuple(slower))
+    assert report.mean_speedup_of_tasks(INT8_DRAFTED) == pytest.approx(3.0)
+    assert report.mean_speedup_of_tasks(INT8_PLAIN) == pytest.approx(2.0)
+
+
+def test_drafting_gain_is_paired_within_a_repeat_and_averaged_per_prompt():
+    """INT8 drafted over plain: 2.0 / 1.0, 2.5 / 0.8 and 1.6 / 2.0 seconds in the three repeats of each prompt."""
+    gain = (2.0 * 3.125 * 0.8) ** (1 / 3)
+    report = known_report()
+    assert report.drafting_gains("INT8") == pytest.approx([gain, gain])
+    assert report.drafting_gains("INT8", "chat") == pytest.approx([gain])
+    assert report.drafting_gains("BF16") == pytest.approx([2.0, 2.0])
+    saved = report.to_dict()["drafting_gain"]["INT8"]["all"]
+    assert saved["geometric_mean"] == pytest.approx(gain) and saved["interval_95"] == pytest.approx((gain, gain))
+    assert report.to_dict()["drafting_gain"]["INT8"]["tasks"]["chat"]["interval_95"] is None
+
+
+def test_ids_that_differ_from_plain_stand_out():
+    report = known_report(drafted_ids=(1, 2, 9))
+    assert "**0/6**" in report.tables()[0].markdown() and "| 6/6 |" in report.tables()[0].markdown()
+
+
+def test_plot_is_a_png_with_and_without_figures(tmp_path):
+    from quasar_trt.bench.plot import plot
+
+    nothing = [
+        dataclasses.replace(run, measurement=dataclasses.replace(run.measurement, decode_seconds=0.0))
+        for run in known_report().runs
+    ]
+    for report in (known_report(), dataclasses.replace(known_report(), runs=tuple(nothing))):
+        plot(report, tmp_path / "speed.png")
+        assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def test_four_cells_on_tiny_engines(engine_dirs, tmp_path):
@@ -186,8 +238,64 @@ def test_four_cells_on_tiny_engines(engine_dirs, tmp_path):
     assert report.mean_acceptance_length(BF16_PLAIN) == report.mean_acceptance_length(INT8_PLAIN) == 1.0
     assert report.weight_bytes[INT8_PLAIN] < report.weight_bytes[BF16_PLAIN]
     values = json.loads(json.dumps(report.to_dict()))
-    assert set(values) == {"definition", "environment", "options", "engines", "cells", "tasks", "runs"}
+    assert set(values) == {
+        "definition",
+        "environment",
+        "options",
+        "engines",
+        "cells",
+        "tasks",
+        "drafting_gain",
+        "runs",
+    }
     assert set(values["tasks"]) == {"a", "b"} and len(values["runs"]) == 16
+
+
+def test_random_prompts_are_seeded_and_repeat_no_id():
+    prompts = random_prompts(3, seed=5, vocab_size=1000, max_seq_len=512)
+    assert prompts == random_prompts(3, seed=5, vocab_size=1000, max_seq_len=512)
+    assert prompts != random_prompts(3, seed=6, vocab_size=1000, max_seq_len=512)
+    for prompt in prompts:
+        assert len(prompt.ids) == len(set(prompt.ids)) == 128 and set(prompt.ids) <= set(range(1000))
+    assert prompts[0].ids != prompts[1].ids
+    assert len(random_prompts(1, 0, vocab_size=100, max_seq_len=512)[0].ids) == 100
+    assert len(random_prompts(1, 0, vocab_size=100, max_seq_len=9)[0].ids) == 4
+
+
+def test_random_prompts_come_after_the_given_ones_as_a_task_of_their_own(engine_dirs, tmp_path):
+    prompts = load_prompts(write_prompts(tmp_path / "p.jsonl", {"task": "a", "prompt": "abc"}))
+    options = BenchOptions(repeats=1, max_tokens=3, ignore_eos=True, random_prompts=2, threads=1)
+    report = run_bench(engine_dirs, prompts, options, Console(quiet=True))
+    assert [(run.task, run.prompt) for run in report.select(INT8_PLAIN)] == [
+        ("a", 0),
+        ("random ids", 1),
+        ("random ids", 2),
+    ]
+    assert {run.num_prompt_tokens for run in report.select(INT8_PLAIN, "random ids")} == {128}
+
+
+def test_a_cell_is_open_before_the_next_one_starts(engine_dirs, tmp_path, monkeypatch):
+    """What a runner times when it opens must not be disturbed by another cell; nor may a prompt run before all are open."""
+    calls = []
+
+    class Watched(CellProcess):
+        def __init__(self, cell, *args):
+            calls.append(("start", cell))
+            super().__init__(cell, *args)
+
+        def weight_bytes_per_step(self):
+            calls.append(("open", self.cell))
+            return super().weight_bytes_per_step()
+
+        def measure(self, *args):
+            calls.append(("measure", self.cell))
+            return super().measure(*args)
+
+    monkeypatch.setattr("quasar_trt.bench.run.CellProcess", Watched)
+    prompts = load_prompts(write_prompts(tmp_path / "p.jsonl", {"prompt": "abc"}))
+    run_bench(engine_dirs, prompts, BenchOptions(repeats=1, max_tokens=2, threads=1), Console(quiet=True))
+    opening = [(what, cell) for cell in CELLS for what in ("start", "open")]
+    assert calls == opening + [("measure", cell) for cell in CELLS] * 2  # the warm-up and one repeat
 
 
 def test_cells_must_hold_the_weights_of_their_name(engine_dirs, tmp_path):

@@ -54,9 +54,9 @@ def test_help_loads_no_heavy_package_and_lists_every_command():
         assert f"\n  {command} " in result.stdout
 
 
-@pytest.mark.parametrize("command", ["build", "generate", "bench", "info"])
+@pytest.mark.parametrize("command", ["build", "generate", "bench", "bench cells", "bench kernels", "info"])
 def test_help_of_each_command_fits_the_terminal(command):
-    result = quasar_trt(command, "--help")
+    result = quasar_trt(*command.split(), "--help")
     assert result.returncode == 0 and result.stderr == ""
     assert max(map(len, result.stdout.splitlines())) <= 100
     assert "torch" not in result.stdout
@@ -105,7 +105,18 @@ def test_defaults_shown_are_those_of_the_dataclasses():
         (["generate", "d", "hello", "--max-tokens", "0"], ["max_tokens is 0"]),
         (["generate", "d", "hello", "--threads", "0"], ["--threads"]),
         (["generate", "d", "hello", "--drafter-option", "five"], ["'five'", "KEY=VALUE"]),
-        (["bench", "--int8", "d", "--bf16", "d"], ["Missing option '--prompts'"]),
+        (["bench"], ["quasar-trt bench cells", "Missing option '--int8'"]),
+        (["bench", "kernel"], ["unknown command 'kernel'", "did you mean 'kernels'?"]),
+        (["bench", "--int8", "d", "--bf16", "d"], ["Missing option '--prompts' or '--random-prompts'"]),
+        (["bench", "--int8", "d", "--bf16", "d", "--random-prompts", "-1"], ["random_prompts is -1", "at least 0"]),
+        (
+            ["bench", "--int8", "d", "--bf16", "d", "--random-prompts", "1", "--plot", "p.jpg"],
+            ["--plot", "p.jpg", ".png"],
+        ),
+        (["bench", "kernels", "--engine", "/does/not/exist"], ["/does/not/exist"]),
+        (["bench", "kernels", "--rows", "1,two"], ["--rows", "1,two", "numbers with commas"]),
+        (["bench", "kernels", "--rows", "2,3"], ["rows are 2,3", "1, and others up to 256"]),
+        (["bench", "kernels", "--markdown", "none/k.md"], ["--markdown", "directory none does not exist"]),
         (["bench", "--int8", "d", "--bf16", "d", "--prompts", "/does/not/exist"], ["/does/not/exist"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value[0], str) and len(value) > 1 else None,
@@ -257,18 +268,24 @@ def test_a_prompt_longer_than_the_engine_is_one_line(engine_dirs):
     assert_refused(result, "600 tokens", "511", "--max-seq-len")
 
 
-def test_bench_prints_a_table_and_saves_json(engine_dirs, tmp_path):
+def test_bench_prints_tables_and_saves_json_markdown_and_a_picture(engine_dirs, tmp_path):
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "bench.json"
     prompts.write_text(json.dumps({"task": "chat", "prompt": "abcabc"}) + "\n")
     engines = ["--int8", engine_dirs["INT8"], "--bf16", engine_dirs["BF16"]]
     sizes = ["--max_tokens", "8", "--repeats", "1", "--threads", "1", "--ignore-eos"]
-    result = quasar_trt("bench", *engines, "--prompts", prompts, *sizes, "--output", output)
+    markdown, plot = tmp_path / "bench.md", tmp_path / "bench.png"
+    files = ["--output", output, "--markdown", markdown, "--plot", plot]
+    result = quasar_trt("bench", *engines, "--prompts", prompts, *sizes, *files)
     assert result.returncode == 0, result.stderr
     assert max(map(len, result.stdout.splitlines())) <= 100
     for cell in ("BF16 plain", "BF16 drafted", "INT8 plain", "INT8 drafted"):
         assert cell in result.stdout
     values = json.loads(output.read_text())
     assert values["options"]["max_tokens"] == 8 and len(values["runs"]) == 4
+    assert (
+        markdown.read_text().startswith("### four cells\n\n| cell |") and "\n| INT8 drafted |" in markdown.read_text()
+    )
+    assert plot.read_bytes().startswith(b"\x89PNG")
     missing = tmp_path / "none" / "bench.json"
     assert_refused(quasar_trt("bench", *engines, "--prompts", prompts, "--output", missing), str(missing.parent))
 

@@ -1,0 +1,30 @@
+"""The picture of a four-cell benchmark: a bar per task and cell."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from quasar_trt.bench.cell import CELLS
+from quasar_trt.bench.report import Report
+
+_WIDTH = 0.27
+
+
+def plot(report: Report, path: Path) -> None:
+    """Writes a PNG of the speed-ups over BF16 plain: medians over the repeats, with lines from the lowest to the highest."""
+    from matplotlib.figure import Figure  # without pyplot: no display, no state shared with the caller
+
+    figure = Figure(figsize=(max(6, 1.3 * len(report.tasks) + 2), 4), layout="constrained")
+    axes = figure.add_subplot(ylabel="speed-up over BF16 plain")
+    for position, cell in enumerate(CELLS[1:]):
+        speedups = [report.speedups(cell, task) or [0.0] for task in report.tasks]
+        medians = [statistics.median(values) for values in speedups]
+        below = [middle - min(values) for middle, values in zip(medians, speedups, strict=True)]
+        above = [max(values) - middle for middle, values in zip(medians, speedups, strict=True)]
+        places = [task + (position - 1) * _WIDTH for task in range(len(report.tasks))]
+        axes.bar(places, medians, _WIDTH, yerr=[below, above], capsize=2, label=cell.name)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(report.tasks)), report.tasks, rotation=20, ha="right")
+    axes.legend()
+    figure.savefig(path, format="png", dpi=150)
