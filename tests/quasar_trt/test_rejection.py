@@ -26,7 +26,7 @@ class FixedSampler(Sampler):
         return self.u_accept if stream == ACCEPT else self.u_sample
 
 
-def never(_token: int, _num_before: int) -> bool:
+def never(_token: int) -> bool:
     return False
 
 
