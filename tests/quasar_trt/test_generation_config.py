@@ -38,9 +38,7 @@ def test_nothing_said_is_nothing_read(tmp_path):
 
 def test_value_that_is_not_allowed_is_named(tmp_path):
     write(tmp_path, {"top_p": 1.5})
-    with pytest.raises(
-        QuasarError, match="generation_config.json is damaged: top_p is 1.5; allowed: .*build the engine again"
-    ):
+    with pytest.raises(QuasarError, match=r"\.json is damaged: top_p is 1\.5; allowed: .*build the engine again"):
         GenerationConfig.read(tmp_path)
 
 
