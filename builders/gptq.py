@@ -45,9 +45,11 @@ def quantize_gptq(weight: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 def _factor(inputs: Tensor) -> tuple[Tensor, Tensor]:
     """(order of the columns, L with each column divided by its diagonal) of the damped H of `inputs`, so ordered."""
+    smallest = torch.finfo(torch.float32).tiny
+    inputs = inputs / inputs.abs().amax().clamp_min(smallest)  # squares of large ones would leave float32
     moment = inputs.T @ inputs
     diagonal = moment.diagonal()
-    diagonal += _DAMPING * diagonal.mean() + torch.finfo(torch.float32).tiny
+    diagonal += _DAMPING * diagonal.mean() + smallest
     order = diagonal.argsort(stable=True)
     moment = moment[order][:, order]
     lower, failed = torch.linalg.cholesky_ex(moment)

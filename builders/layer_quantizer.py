@@ -55,10 +55,11 @@ class LayerQuantizer:
         Raises QuasarError naming the first linear whose input or output is not finite.
         """
         self._groups = {group.name: group for group in layer_groups(self._config, i)}
-        self._layer = dict(tensors)
-        self._finished = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+        self._layer, self._finished = dict(tensors), {}
         self._states.advance(i, self._layer)
-        return self._finished
+        quantized, self._layer, self._finished = self._finished, {}, {}  # nothing of a layer stays for the next
+        kept = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items() if name not in quantized}
+        return kept | quantized
 
     def report(self) -> dict:
         """What the calibration saw, for the manifest."""

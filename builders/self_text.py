@@ -100,7 +100,7 @@ def source_engine(source: Converter, max_seq_len: int, scratch: Path) -> Iterato
     recipe = Recipe("none")
     if default_engine() != "cpu":
         # a pass per token: converting BF16 weights in each of them would take longer than the pass
-        widened = {name: tensor.float() for name, tensor in source.items()}
+        widened = {name: source[name].float() for name in source}
         yield ReferenceEngine(ReferenceModel(source.config, recipe, widened), max_seq_len=max_seq_len)
         return
     from quasar_trt.engines.cpu import CpuEngine

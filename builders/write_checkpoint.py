@@ -52,6 +52,7 @@ def write_checkpoint(
     spec = checkpoint_spec(config, recipe)
     with ShardedWriter(directory, config, recipe, tp_size) as writer:
         writer.write(EMBEDDING, embedding)
+        del embedding  # before the first layer is read
         for i in range(config.num_hidden_layers):
             layer = source.layer(i)
             if q is not None:
@@ -61,6 +62,7 @@ def write_checkpoint(
             prefix = LAYER_PREFIX.format(i=i)
             for name in (name for name in spec if name.startswith(prefix)):
                 writer.write(name, layer[name] if quantizer is not None else layer[name].to(torch.bfloat16))
+            del layer  # before the next one is read
             advance(1)
         norm, head = source[FINAL_NORM], source[HEAD]
         if q is not None:

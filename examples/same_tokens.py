@@ -15,7 +15,7 @@ answers = []
 for drafter, options in (
     (None, {}),
     ("ngram", {"num_speculative_tokens": 2}),
-    ("ngram", {"num_speculative_tokens": 8}),
+    ("suffix", {"num_speculative_tokens": 8}),
 ):
     runner = Runner.from_dir(sys.argv[1], drafter=drafter, drafter_options=options)
     token_ids = list(runner.generate(prompt, params)[0].outputs[0].token_ids)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -62,7 +63,7 @@ def cli():
     metavar="ALPHA",
 )
 @click.option("--rotate/--no-rotate", default=None, help="Rotate the model; on where the smoothing is searched.")
-@field_option(Recipe, "rounding", "Of weights; gptq where the smoothing is searched.", type=click.Choice(ROUNDINGS))
+@field_option(Recipe, "rounding", "Of weights; gptq with a rotation.", type=click.Choice(ROUNDINGS))
 @field_option(Recipe, "activations", "Bits of a quantized linear's input, 8 or 16; 8 by default.", type=int)
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Linears that stay in BF16; may be repeated.")
 @field_option(Recipe, "quantize_lm_head", "Store the head as INT8 too.", flag=True)
@@ -313,7 +314,8 @@ def info(engine_dir, verify):
 
 
 def main() -> None:
-    """The console script: a user's error is one line on stderr and exit code 1, Ctrl-C is exit code 130."""
+    """The console script: a user's error is one line on stderr and exit code 1, Ctrl-C is exit code 130, SIGTERM 143."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that nothing half-written stays
     try:
         cli.main(sys.argv[1:] or ["--help"], prog_name="quasar-trt", standalone_mode=False)
     except QuasarError as error:

@@ -161,7 +161,7 @@ def drafter_options(*besides: str):
             "--drafter",
             type=RegistryName(names),
             callback=check,
-            default="ngram",
+            default="suffix",
             show_default=True,
             help="Who proposes tokens.",
         )(command)

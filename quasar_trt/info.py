@@ -76,9 +76,16 @@ def _manifest_facts(manifest: Manifest, sampling: dict[str, object]) -> dict[str
 def _recipe_text(recipe: Recipe) -> str:
     if not recipe.quantized:
         return "BF16 weights, float activations"
-    head = "INT8 head with 16-bit activations" if recipe.quantize_lm_head else "BF16 head"
-    smoothing = "searched" if recipe.smoothquant is None else f"alpha {recipe.smoothquant:g}"
-    return f"INT8 weights per output channel, INT8 activations per token, smoothing {smoothing}, {head}"
+    parts = [
+        f"INT8 weights per output channel, rounding {recipe.rounding}",
+        f"{recipe.activations}-bit activations per token",
+        f"smoothing {'searched' if recipe.smoothquant is None else f'alpha {recipe.smoothquant:g}'}",
+        "rotated" if recipe.rotate else "not rotated",
+        "INT8 head with 16-bit activations" if recipe.quantize_lm_head else "BF16 head",
+    ]
+    if recipe.exclude:
+        parts.append(f"BF16 where {' or '.join(recipe.exclude)}")
+    return ", ".join(parts)
 
 
 def _calibration_text(calibration: dict) -> str:
@@ -113,9 +120,11 @@ def _groups_table(groups: dict) -> Table:
     worst = sorted(groups, key=lambda name: -groups[name]["error"])[:_WORST_GROUPS]
     return facts_table(
         "largest relative errors of quantized outputs",
-        {
-            name.removeprefix("transformer."): f"{groups[name]['error']:.4f}"
-            f" (alpha {groups[name]['alpha']}, statistic {groups[name]['statistic']})"
-            for name in worst
-        },
+        {name.removeprefix("transformer."): _group_text(groups[name]) for name in worst},
     )
+
+
+def _group_text(group: dict) -> str:
+    if group["alpha"] is None:
+        return f"{group['error']:.4f} (not smoothed)"
+    return f"{group['error']:.4f} (alpha {group['alpha']}, statistic {group['statistic']})"

@@ -5,6 +5,7 @@ Everything is looked up without importing a heavy package, and nothing here fail
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -101,6 +102,15 @@ def native_engine() -> str:
         return f"not available, the reference engine is used: {native.UNAVAILABLE}"
     best, *others = native.isa_names()
     return f"available, kernels: {best}" + (f" (also runnable: {', '.join(others)})" if others else "")
+
+
+def native_build() -> str:
+    """What tells builds of the native extension apart, "" without one."""
+    spec = importlib.util.find_spec("quasar_trt.plugins._native")
+    if spec is None:
+        return ""
+    status = os.stat(spec.origin)
+    return f"{status.st_size} bytes, {status.st_mtime_ns} ns"
 
 
 def _first_line(*command: str) -> str | None:

@@ -29,7 +29,7 @@ class Recipe:
     rotate: the residual stream in a basis of a random rotation (in the weights, at no cost), and block Hadamard transforms
         before the linears that have an explicit smoother (at run time). None: where the smoothing is searched.
     rounding: "gptq" rounds each weight so that it makes up for the error of those before it (arXiv 2210.17323); "nearest".
-        None: "gptq" where the smoothing is searched.
+        None: "gptq" with a rotation; without one the activations' error hides what it gains.
     activations: bits of the codes that a quantized linear reads; with 16 the weights alone carry an error worth the name.
     exclude: patterns (of fnmatch) of linears that stay in BF16, by checkpoint name, such as "transformer.layers.0.*".
     quantize_lm_head: the head as INT8 per row; its activations keep 16 bits.
@@ -68,10 +68,10 @@ class Recipe:
         alpha = self.smoothquant
         if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1):
             raise QuasarError(f"smoothquant is {alpha}; allowed: 0 to 1")
-        searched = alpha is None
+        rotate = alpha is None if self.rotate is None else self.rotate
         chosen = {
-            "rotate": searched if self.rotate is None else self.rotate,
-            "rounding": self.rounding or ("gptq" if searched else "nearest"),
+            "rotate": rotate,
+            "rounding": self.rounding or ("gptq" if rotate else "nearest"),
             "activations": 8 if self.activations is None else self.activations,
         }
         for name, value in chosen.items():

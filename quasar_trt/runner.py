@@ -16,12 +16,15 @@ from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError
 from quasar_trt.generation_config import GenerationConfig
 from quasar_trt.logprobs import Logprob, by_token
+from quasar_trt.machine import cpu_model, native_build, usable_cpus, version_of
+from quasar_trt.manifest import Manifest
 from quasar_trt.metrics import SpeculationMetrics
 from quasar_trt.outputs import CompletionOutput, RequestOutput, StreamOutput
 from quasar_trt.prompts import Prompt, as_list, token_ids
 from quasar_trt.request import Request
 from quasar_trt.sampling_params import SamplingParams
 from quasar_trt.scheduler import Scheduler
+from quasar_trt.step_cost import StepCost
 
 
 class Runner:
@@ -33,6 +36,7 @@ class Runner:
     default_sampling_params: for requests that come without; None for SamplingParams().
     max_batch_size: requests per pass; further ones wait and join as others finish.
     max_draft_len: the most draft tokens per request and pass.
+    step_cost: by which draft lengths are chosen, so that drafting pays; None verifies every draft whole.
 
     Raises QuasarError for limits that leave nothing to do and when the drafter may propose more than max_draft_len.
     """
@@ -47,9 +51,10 @@ class Runner:
         default_sampling_params: SamplingParams | None = None,
         max_batch_size: int = 16,
         max_draft_len: int = 16,
+        step_cost: StepCost | None = None,
     ):
         self.engine = engine
-        self._scheduler = Scheduler(engine, drafter, max_batch_size, max_draft_len)
+        self._scheduler = Scheduler(engine, drafter, max_batch_size, max_draft_len, step_cost)
         self._tokenizer = tokenizer
         if eos_token_ids is None:
             own = None if self.tokenizer is None else self.tokenizer.eos_token_id
@@ -62,31 +67,35 @@ class Runner:
     def from_dir(
         cls,
         engine_dir: str | Path,
-        drafter: str | None = "ngram",
+        drafter: str | None = "suffix",
         drafter_options: Mapping[str, object] | None = None,
         engine: str = "auto",
         threads: int | None = None,
     ) -> Runner:
         """A runner for an engine directory, with its limits, tokenizer, end-of-sequence ids and default sampling parameters.
 
-        The tokenizer is loaded when it is first needed. Raises QuasarError for a directory that is no engine or is damaged,
-        and for an unknown drafter, option or engine.
+        The tokenizer is loaded when it is first needed. With a drafter, the costs of the engine's passes are measured the
+        first time that this engine is opened on this machine, mostly within half a second. Raises QuasarError for a
+        directory that is no engine or is damaged, and for an unknown drafter, option or engine.
         """
         from quasar_trt.engines import open_engine
-        from quasar_trt.manifest import Manifest
 
         engine_dir = Path(engine_dir)
         made_drafter = make_drafter(drafter, drafter_options)
-        limits = Manifest.open(engine_dir).limits
+        manifest = Manifest.open(engine_dir)
+        limits = manifest.limits
         generation = GenerationConfig.read(engine_dir)
+        opened = open_engine(engine_dir, engine=engine, threads=threads)
+        step_cost = None if made_drafter is None else _step_cost(opened, manifest)
         return cls(
-            open_engine(engine_dir, engine=engine, threads=threads),
+            opened,
             tokenizer=engine_dir if (engine_dir / "tokenizer.json").is_file() else None,
             drafter=made_drafter,
             eos_token_ids=generation.eos_token_ids,
             default_sampling_params=SamplingParams(**generation.sampling),
             max_batch_size=limits.max_batch_size,
             max_draft_len=limits.max_draft_len,
+            step_cost=step_cost,
         )
 
     @property
@@ -325,3 +334,19 @@ class Runner:
         from quasar_trt.tokenizer import encode
 
         return encode(self._need_tokenizer(), text)
+
+
+def _step_cost(engine: Engine, manifest: Manifest) -> StepCost:
+    """The costs of the engine's passes; they depend on the engine, the program and the machine."""
+    names = [
+        *sorted(record.header_sha256 for record in manifest.files.values()),
+        type(engine).__name__,
+        getattr(engine, "threads", None),  # of engines that have them
+        getattr(engine, "isa", None),
+        version_of("quasar-trt"),
+        native_build(),
+        cpu_model(),
+        usable_cpus(),
+        manifest.limits.max_draft_len,
+    ]
+    return StepCost.open(engine, manifest.limits.max_draft_len, names)

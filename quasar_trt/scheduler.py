@@ -12,11 +12,13 @@ from time import perf_counter
 
 import numpy as np
 
+from quasar_trt.draft_length import DraftLengths
 from quasar_trt.drafters.base import NO_DRAFT, Draft, Drafter, DraftRequest
 from quasar_trt.engines.base import Acceptance, Engine
 from quasar_trt.errors import QuasarError
 from quasar_trt.metrics import SpeculationMetrics
 from quasar_trt.request import Request
+from quasar_trt.step_cost import StepCost
 
 
 class Scheduler:
@@ -24,20 +26,29 @@ class Scheduler:
 
     max_batch_size: requests per pass; further ones wait and join as others finish.
     max_draft_len: the most draft tokens per request and pass.
+    step_cost: by which draft lengths are chosen; None verifies every draft whole, as far as there are rows for it.
     stats: metrics over all requests so far.
 
     Raises QuasarError for limits that leave nothing to do and when the drafter may propose more than max_draft_len.
     """
 
-    def __init__(self, engine: Engine, drafter: Drafter | None, max_batch_size: int, max_draft_len: int):
+    def __init__(
+        self,
+        engine: Engine,
+        drafter: Drafter | None,
+        max_batch_size: int,
+        max_draft_len: int,
+        step_cost: StepCost | None = None,
+    ):
         if max_batch_size < 1:
             raise QuasarError(f"max_batch_size is {max_batch_size}; allowed: 1 or more")
         if max_draft_len < 0:
             raise QuasarError(f"max_draft_len is {max_draft_len}; allowed: 0 (no drafts) or more")
-        if drafter is not None and drafter.num_speculative_tokens > max_draft_len:
+        wanted = drafter.num_speculative_tokens if drafter else None
+        if wanted is not None and wanted > max_draft_len:
             raise QuasarError(
-                f"num_speculative_tokens is {drafter.num_speculative_tokens}; allowed: at most {max_draft_len}, the "
-                "engine's max_draft_len; ask for fewer or build with a larger --max-draft-len"
+                f"num_speculative_tokens is {wanted}; allowed: at most {max_draft_len}, the engine's max_draft_len; ask "
+                "for fewer or build with a larger --max-draft-len"
             )
         self.stats = SpeculationMetrics()
         self._engine = engine
@@ -45,7 +56,9 @@ class Scheduler:
         self._can_fork = engine.capabilities.fork
         self._max_rows = engine.capabilities.max_rows
         self._max_active = min(max_batch_size, self._max_rows)  # each active request has a row in every pass
-        self._max_draft_len = max_draft_len
+        self._max_draft_len = max_draft_len if wanted is None else wanted
+        self._step_cost = step_cost
+        self._draft_lengths = DraftLengths(step_cost)
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []
 
@@ -89,6 +102,8 @@ class Scheduler:
         seconds = (drafted - started, perf_counter() - drafted - accept_seconds, accept_seconds)
 
         self.stats.add_seconds(*seconds)
+        if self._step_cost and all(len(chunk) == 1 for chunk in chunks):
+            self._step_cost.observe(sum(1 + len(draft) for draft in drafts), seconds[1])
         for request, chunk, draft, acceptance in zip(active, chunks, drafts, acceptances, strict=True):
             request.metrics.add_seconds(*seconds)
             if request.reaches_end(chunk):
@@ -137,26 +152,33 @@ class Scheduler:
         return chunks
 
     def _draft(self, chunks: list[list[int]]) -> list[Draft]:
-        """Per active request, a draft for an equal share of the rows that are left; empty where it could not be used."""
+        """Per active request, as much of a draft as pays; empty where it could not be used."""
         drafts = [NO_DRAFT] * len(chunks)
         if self._drafter is None:
             return drafts
-        share = (self._max_rows - sum(map(len, chunks))) // len(chunks)
+        num_committed = sum(map(len, chunks))
+        free = self._max_rows - num_committed
+        num_emitting = 0
         indices: list[int] = []
         batch: list[DraftRequest] = []
         for index, (request, chunk) in enumerate(zip(self._active, chunks, strict=True)):
-            # The verifier itself gives one id, so no draft token lies beyond max_tokens or the context limit.
-            limit = min(self._max_draft_len, share, request.stop.remaining - 1)
-            if limit > 0 and request.reaches_end(chunk):
-                indices.append(index)
-                batch.append(DraftRequest(request.id, request.context, limit, request.sampler))
+            if request.reaches_end(chunk):
+                num_emitting += 1
+                # The verifier itself gives one id, so no draft token lies beyond max_tokens or the context limit.
+                limit = min(self._max_draft_len, free, request.stop.remaining - 1)
+                if limit > 0:
+                    indices.append(index)
+                    batch.append(DraftRequest(request.id, request.context, limit, request.sampler))
         if not batch:
             return drafts
-        for index, asked, draft in zip(indices, batch, self._drafter.propose(batch), strict=True):
+        proposed = self._drafter.propose(batch)
+        for asked, draft in zip(batch, proposed, strict=True):
             if len(draft) > asked.limit or draft.parents is not None:
                 name = type(self._drafter).__name__
                 raise ValueError(f"{name} proposed {draft.ids}, not a chain of at most {asked.limit} tokens")
-            drafts[index] = draft
+        lengths = self._draft_lengths.choose(proposed, num_committed, num_emitting, free)
+        for index, draft, length in zip(indices, proposed, lengths, strict=True):
+            drafts[index] = draft.first(length)
         return drafts
 
     def _commit(self, request: Request, chunk: list[int], draft: Draft, acceptance: Acceptance) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,10 @@ import pytest
 import quasar_trt  # noqa: F401 (first: once tests/ is on the path, tests/quasar_trt would pass for the package)
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# What runners keep in the user's cache directory stays out of it, in processes that tests start too.
+_CACHE = tempfile.TemporaryDirectory(prefix="quasar-trt-tests-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 
 @pytest.fixture(scope="session", autouse=True)

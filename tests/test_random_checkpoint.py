@@ -39,7 +39,7 @@ def test_transformers_and_the_builder_read_the_same_sane_model(written):
     model = AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32)
     source = open_source(str(written))
     assert source.notices == [] and source.eos_token_ids == (256,)
-    tensors = dict(Converter(source))
+    tensors = Converter(source)
     assert torch.equal(tensors["lm_head.weight"].float(), model.lm_head.weight)
     down = model.model.layers[3].mlp.down_proj.weight
     assert torch.equal(tensors["transformer.layers.3.mlp.proj.weight"].float(), down)

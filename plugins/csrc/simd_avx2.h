@@ -116,6 +116,7 @@ inline I dot4(I acc, I w, const int16_t* x) {
   const __m256i b = _mm256_set1_epi64x(four);
   return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(w.lo, b)), _mm256_add_epi32(acc.hi, _mm256_madd_epi16(w.hi, b))};
 }
+// total[i] += the two partial sums of channel i.
 inline void add_pairs(double* total, __m256i a) {
   const __m256i sums = _mm256_add_epi32(a, _mm256_srli_epi64(a, 32));
   const __m256i even = _mm256_permutevar8x32_epi32(sums, _mm256_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6));

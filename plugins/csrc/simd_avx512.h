@@ -69,6 +69,7 @@ inline I dot4(I acc, I w, const int16_t* x) {
   std::memcpy(&four, x, 8);
   return {_mm512_dpwssd_epi32(acc.v, w.v, _mm512_set1_epi64(four))};
 }
+// total[i] += the two partial sums of channel i.
 inline void add_pairs(double* total, I a) {
   const __m512i sums = _mm512_add_epi32(a.v, _mm512_srli_epi64(a.v, 32));
   _mm512_storeu_pd(total, _mm512_add_pd(_mm512_loadu_pd(total), _mm512_cvtepi32_pd(_mm512_cvtepi64_epi32(sums))));

@@ -76,6 +76,7 @@ inline I dot4(I acc, W16 w, const int16_t* x) {
   QUASAR_LANES acc.v[i] += int32_t{w.p[2 * i]} * x[2 * (i % 2)] + int32_t{w.p[2 * i + 1]} * x[2 * (i % 2) + 1];
   return acc;
 }
+// total[i] += the two partial sums of channel i.
 inline void add_pairs(double* total, I a) {
   for (int i = 0; i < 8; ++i) total[i] += static_cast<double>(a.v[2 * i] + a.v[2 * i + 1]);
 }

@@ -20,7 +20,7 @@ class BenchOptions:
     threads: of each cell's engine; None lets the engine choose.
     """
 
-    drafter: str = "ngram"
+    drafter: str = "suffix"
     drafter_options: dict = field(default_factory=dict)
     repeats: int = 3
     max_tokens: int = 128

@@ -6,10 +6,14 @@ from collections.abc import Mapping
 
 from quasar_trt.drafters.base import Drafter
 from quasar_trt.drafters.ngram import NgramDrafter, NgramOptions
+from quasar_trt.drafters.suffix import SuffixDrafter, SuffixOptions
 from quasar_trt.errors import QuasarError, unknown
 
 # name -> (drafter, its options); the drafter's constructor takes an instance of the options
-DRAFTERS: dict[str, tuple[type[Drafter], type]] = {"ngram": (NgramDrafter, NgramOptions)}
+DRAFTERS: dict[str, tuple[type[Drafter], type]] = {
+    "suffix": (SuffixDrafter, SuffixOptions),
+    "ngram": (NgramDrafter, NgramOptions),
+}
 
 
 def make_drafter(name: str | None, options: Mapping[str, object] | None = None) -> Drafter | None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quasar_trt.errors import QuasarError
+
 if TYPE_CHECKING:
     from quasar_trt.sampling import Sampler
 
@@ -25,14 +27,25 @@ class Draft:
     parents: index of each token's parent within `ids`, -1 for children of the last committed token; None means a chain.
     probs: [len(ids), vocab] float32, the distribution q each token was drawn from, after the request's own temperature
         and filters; None when the drafter is deterministic (q is one-hot).
+    estimates: for each token of a chain, the probability that it is accepted given that those before it were; None when
+        the drafter cannot tell, and then the draft counts as certain.
     """
 
     ids: tuple[int, ...] = ()
     parents: tuple[int, ...] | None = None
     probs: np.ndarray | None = None
+    estimates: tuple[float, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def first(self, count: int) -> Draft:
+        """The first `count` tokens of a chain."""
+        if count == len(self.ids):
+            return self
+        probs = None if self.probs is None else self.probs[:count]
+        estimates = None if self.estimates is None else self.estimates[:count]
+        return Draft(self.ids[:count], probs=probs, estimates=estimates)
 
 
 NO_DRAFT = Draft()
@@ -56,10 +69,18 @@ class DraftRequest:
     sampler: Sampler
 
 
+def check_num_speculative_tokens(value: object) -> None:
+    """Raises QuasarError unless `value` can be the option of that name, which every drafter has."""
+    if value is not None and (type(value) is not int or value < 1):
+        raise QuasarError(f"num_speculative_tokens is {value!r}; allowed: an integer of at least 1")
+
+
 class Drafter(ABC):
     """Proposes draft tokens for the requests of one runner. Its state lives between `start` and `stop` of a request."""
 
-    num_speculative_tokens: int  # the most draft tokens it proposes for one request
+    num_speculative_tokens: (
+        int | None
+    )  # the most draft tokens that are asked of it per request; None for the engine's limit
 
     def start(self, request_id: int, context: Sequence[int]) -> None:  # noqa: B027 (optional hook)
         """A request begins; `context` is its growing list of prompt and emitted ids, shared, never copied."""
@@ -68,11 +89,12 @@ class Drafter(ABC):
     def propose(self, batch: Sequence[DraftRequest]) -> list[Draft]:
         """One draft per entry of `batch`, each of at most `limit` tokens, possibly empty.
 
-        After a pass that failed a request is asked again, without `observe` for the draft that was lost.
+        The runner may verify fewer tokens of a draft, or none. After a pass that failed a request is asked again, without
+        `observe` for the draft that was lost.
         """
 
     def observe(self, request_id: int, emitted: Sequence[int], num_accepted_tokens: int) -> None:  # noqa: B027
-        """The verifier's answer to the last draft: the ids emitted, of which the first `num_accepted_tokens` were drafted."""
+        """The verifier's answer to what it scored of the last draft: the ids emitted, of which the first `num_accepted_tokens` were drafted."""
 
     def stop(self, request_id: int) -> None:  # noqa: B027
         """The request has ended; its state can go."""

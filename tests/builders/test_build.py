@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import io
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from tiny import checkpoint_tensors, random_ids, save_hf, tiny_llama
 from tiny_gguf import write_gguf
 from tiny_tokenizer import save_tokenizer
 
 from quasar_trt.builders import build as build_module
-from quasar_trt.builders import self_text
-from quasar_trt.builders.build import _appearing_whole, build
+from quasar_trt.builders import calibrate, self_text
+from quasar_trt.builders.build import build
+from quasar_trt.builders.estimate import Estimate
+from quasar_trt.builders.hf_source import HfSource
+from quasar_trt.builders.search import ALPHAS
 from quasar_trt.checkpoint import Checkpoint, checkpoint_spec
 from quasar_trt.engines import open_engine
+from quasar_trt.engines.cpu_layout import packed_spec
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel, load_tensors
 from quasar_trt.errors import QuasarError
+from quasar_trt.fidelity_report import read_fidelity
+from quasar_trt.info import show_engine
 from quasar_trt.manifest import Manifest
 from quasar_trt.recipe import Recipe
+from quasar_trt.tensor_parallel import rank_config
+from quasar_trt.tensorfile import read_header
 
 QUIET = {"progress": False}
 QUICK = QUIET | {"calib_size": 4, "calib_max_seq_length": 32}
@@ -85,18 +94,6 @@ def test_the_unquantized_engine_is_the_source(model_dir, tmp_path):
     engine = ReferenceEngine.from_dir(tmp_path / "bf16")
     assert torch.equal(engine.model(ids), ReferenceModel(config, Recipe("none"), tensors)(ids))
     assert json.loads((tmp_path / "bf16" / "fidelity.json").read_text())["kl"] < 1e-3
-
-
-def test_a_quantized_head_is_stored_per_row(model_dir, tmp_path):
-    build(str(model_dir), tmp_path / "out", Recipe(quantize_lm_head=True), **QUICK)
-    tensors = load_tensors(tmp_path / "out" / "checkpoint" / "rank0.safetensors")
-    head = checkpoint_tensors(tiny_llama(0, vocab_size=257))[1]["lm_head.weight"].float()
-    restored = tensors["lm_head.weight"].float() * tensors["lm_head.per_channel_scale"].T
-    assert tensors["lm_head.weight"].dtype == torch.int8
-    assert ((restored - head).abs() <= tensors["lm_head.per_channel_scale"].T * 0.50001).all()
-    assert (
-        json.loads((tmp_path / "out" / "checkpoint" / "config.json").read_text())["architecture"] != "LlamaForCausalLM"
-    )
 
 
 def test_the_same_seed_gives_the_same_bytes(model_dir, engine_dir, tmp_path):
@@ -186,8 +183,9 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value):
 @pytest.mark.parametrize(
     ("recipe", "word"),
     [
-        (Recipe(), "output of transformer.layers.0.mlp.proj"),
-        (Recipe(smoothquant=0.5), "input of transformer.layers.1.attention.qkv"),
+        (Recipe(rotate=False), "output of transformer.layers.0.mlp.proj"),
+        (Recipe(smoothquant=0.5), "output of transformer.layers.0.mlp.proj"),
+        (Recipe(), "transformer.layers.0.mlp.proj"),
         (Recipe("none"), "fidelity"),
     ],
 )
@@ -216,20 +214,32 @@ def test_the_temporary_engine_lies_beside_the_output(model_dir, tmp_path, monkey
     assert tmp_path in seen[0].parents
 
 
-@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("stage", ["convert", "write_checkpoint", "compile_cpu", "open_engine"])
-def test_nothing_is_left_after_a_failure(model_dir, tmp_path, monkeypatch, stage, failure):
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "build.calibration_texts",
+        "calibrate.write",
+        "write_checkpoint.LayerQuantizer.__call__",
+        "layer_quantizer.quantize_gptq",
+        "sharded_writer.ShardedWriter.write",
+        "build.compile_cpu",
+        "fidelity.measure",
+        "fidelity.open_engine",
+        "build.write_json",
+    ],
+)
+def test_nothing_is_left_after_an_interrupt(model_dir, tmp_path, monkeypatch, stage):
     def fail(*arguments, **options):
-        raise failure("stop")
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(build_module, stage, fail)
-    with pytest.raises(failure):
+    monkeypatch.setattr(f"quasar_trt.builders.{stage}", fail)
+    with pytest.raises(KeyboardInterrupt):
         build(str(model_dir), tmp_path / "out", Recipe(), **QUICK)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_existing_output_is_refused_before_any_work(tmp_path, monkeypatch):
-    monkeypatch.setattr(build_module, "open_source", lambda model: pytest.fail("the source was opened"))
+    monkeypatch.setattr(build_module, "open_source", lambda *a, **k: pytest.fail("the source was opened"))
     (tmp_path / "out").mkdir()
     assert "--force" in refusal("anything", tmp_path / "out", Recipe())
     (tmp_path / "out" / "precious.txt").write_text("keep")
@@ -252,42 +262,123 @@ def test_force_replaces_an_engine_only_with_a_whole_one(model_dir, tmp_path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def old_engine(tmp_path) -> Path:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "rank0.engine").write_text("old")
-    return out
+def without_weights(monkeypatch) -> None:
+    monkeypatch.setattr(HfSource, "tensor", lambda self, name: pytest.fail(f"{name} was read"))
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_an_interrupt_between_the_renames_puts_the_old_engine_back(tmp_path, monkeypatch, error):
-    out = old_engine(tmp_path)
-    original = Path.rename
+@pytest.mark.parametrize(
+    ("exclude", "message"),
+    [
+        (
+            "transformer.layers.7.*",
+            "'transformer.layers.7.*' matches no linear; allowed: patterns of names from transformer",
+        ),
+        ("lm_head", "'lm_head' matches no linear"),
+        ("*.mlp.gate", "exclude covers one of transformer.layers.0.mlp.fc and transformer.layers.0.mlp.gate"),
+    ],
+)
+def test_exclusions_that_cannot_act_are_refused_before_a_weight_is_read(
+    model_dir, tmp_path, monkeypatch, exclude, message
+):
+    without_weights(monkeypatch)
+    assert message in refusal(str(model_dir), tmp_path / "out", Recipe(exclude=(exclude,)))
+    assert list(tmp_path.iterdir()) == []
 
-    def rename(path, target):
-        if path.name == "new":
-            raise error
-        return original(path, target)
 
-    monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises((KeyboardInterrupt, QuasarError)), _appearing_whole(out, force=True):
-        pass
-    assert (out / "rank0.engine").read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+@pytest.mark.parametrize(
+    ("tp_size", "message"),
+    [
+        (3, "tp_size 3 does not divide num_key_value_heads 2, intermediate_size 80; allowed for this model: 1, 2"),
+        (0, "tp_size is 0; it must be a whole number of at least 1"),
+    ],
+)
+def test_a_tp_size_that_does_not_divide_is_refused_before_a_weight_is_read(
+    model_dir, tmp_path, monkeypatch, tp_size, message
+):
+    without_weights(monkeypatch)
+    assert refusal(str(model_dir), tmp_path / "out", Recipe(), tp_size=tp_size) == message
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_an_old_engine_that_cannot_be_put_back_is_kept_and_named(tmp_path, monkeypatch):
-    out = old_engine(tmp_path)
-    original = Path.rename
+@pytest.mark.parametrize("name", ["default", "textbook", "none"])
+def test_two_ranks_have_a_whole_and_valid_directory(model_dir, tmp_path, name):
+    recipe = {"default": Recipe(), "textbook": Recipe(smoothquant=0.5), "none": Recipe("none")}[name]
+    built = build(str(model_dir), tmp_path / "out", recipe, tp_size=2, **(QUICK if recipe.quantized else QUIET))
+    manifest = Manifest.open(tmp_path / "out")
+    assert manifest == built and manifest.tp_size == 2
+    manifest.verify(tmp_path / "out")
+    assert sorted(manifest.files) == [
+        "checkpoint/rank0.safetensors",
+        "checkpoint/rank1.safetensors",
+        "rank0.engine",
+        "rank1.engine",
+    ]
+    checkpoint = Checkpoint.open(tmp_path / "out" / "checkpoint")
+    assert (checkpoint.tp_size, checkpoint.config.num_attention_heads) == (2, 6)
+    for rank in range(2):
+        specs, _, metadata, _ = read_header(tmp_path / "out" / f"rank{rank}.engine")
+        assert specs == packed_spec(rank_config(checkpoint.config, 2), recipe)
+        assert metadata["rank"] == str(rank)
+    # one process runs one rank: no distribution to measure
+    measured = read_fidelity(tmp_path / "out" / "fidelity.json")
+    assert measured.keys() == ({"groups"} if recipe.quantized else set())
+    assert len(measured.get("groups", {})) == (12 if recipe.quantized else 0)
+    out = io.StringIO()
+    show_engine(tmp_path / "out", manifest, Console(file=out, width=100))
+    assert "cpu, 2 ranks" in out.getvalue() and "not measured" in out.getvalue()
 
-    def rename(path, target):
-        if target == out:
-            raise PermissionError(1, "Operation not permitted")
-        return original(path, target)
 
-    monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(QuasarError) as error, _appearing_whole(out, force=True):
-        pass
-    kept = next(tmp_path.glob(".out.*/replaced"))
-    assert (kept / "rank0.engine").read_text() == "old"
-    assert f"cannot rename {kept} to {out}" in str(error.value)
+def test_what_was_chosen_is_recorded(engine_dir, model_dir, tmp_path):
+    measured = read_fidelity(engine_dir / "fidelity.json")
+    assert len(measured["groups"]) == 4 * 3
+    for name, group in measured["groups"].items():
+        assert (group["alpha"] in ALPHAS) == name.endswith(("dense", "proj")), name  # the others read a rotated stream
+        assert 0 < group["error"] < 0.1
+    build(str(model_dir), tmp_path / "textbook", Recipe(smoothquant=0.6), **QUICK)
+    groups = read_fidelity(tmp_path / "textbook" / "fidelity.json")["groups"]
+    assert {(group["alpha"], group["statistic"]) for group in groups.values()} == {(0.6, "max")}
+    described = json.loads((tmp_path / "textbook" / "checkpoint" / "config.json").read_text())
+    assert described["architecture"] == "LlamaForCausalLM"
+    assert described["quantization"]["smoothquant_val"] == 0.6
+    described = json.loads((engine_dir / "checkpoint" / "config.json").read_text())
+    assert described["architecture"] == "QuasarForCausalLM"
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_a_large_model_reads_text_that_it_has_not_written(model_dir, tmp_path, monkeypatch, tokenizer):
+    monkeypatch.setattr(calibrate, "_WRITES_ITSELF", 0)
+    monkeypatch.setattr(calibrate, "write", lambda *a, **k: pytest.fail("the model writes"))
+    model = model_dir if tokenizer else save_hf(tiny_llama(3), tmp_path / "model")
+    manifest = build(str(model), tmp_path / "out", Recipe(), **QUICK)
+    assert manifest.calibration["source"] == ("text of the package" if tokenizer else "random ids")
+    assert (manifest.calibration["samples"], manifest.calibration["tokens"]) == (4, 4 * 32)
+    assert read_fidelity(tmp_path / "out" / "fidelity.json").keys() == {"groups"}
+    out = io.StringIO()
+    show_engine(tmp_path / "out", manifest, Console(file=out, width=100))
+    assert "not measured" in out.getvalue() and "largest relative errors" in out.getvalue()
+    assert build(str(model), tmp_path / "again", Recipe(), **QUICK).files == manifest.files
+    build(str(model), tmp_path / "bf16", Recipe("none"), **QUIET)
+    assert read_fidelity(tmp_path / "bf16" / "fidelity.json") == {}
+
+
+def test_a_dry_run_says_what_the_build_would_take_and_writes_nothing(model_dir, tmp_path, monkeypatch, capsys):
+    without_weights(monkeypatch)
+    needs = build(str(model_dir), tmp_path / "out", Recipe(), dry_run=True, **QUICK)
+    assert isinstance(needs, Estimate)
+    assert capsys.readouterr().err == f"{needs}\n"
+    assert list(tmp_path.iterdir()) == []
+    assert "calib_size is 0" in refusal(str(model_dir), tmp_path / "out", Recipe(), dry_run=True, calib_size=0)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_code_that_a_checkpoint_brings_is_run_only_when_asked_for(model_dir, tmp_path, monkeypatch, trusted):
+    seen = []
+    original = build_module.open_source
+
+    def open_source(model, *, check, trust_remote_code):
+        seen.append(trust_remote_code)
+        return original(model, check=check)
+
+    monkeypatch.setattr(build_module, "open_source", open_source)
+    build(str(model_dir), tmp_path / "o", Recipe("none"), dry_run=True, trust_remote_code=trusted, **QUIET)
+    assert seen == [trusted]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import numpy as np
 import pytest
 import torch
@@ -15,9 +13,9 @@ from tiny import (
     tiny_llama,
     write_engine_dir,
 )
+from watched_source import WatchedSource
 
 from quasar_trt.builders import fidelity
-from quasar_trt.builders.convert import Converter
 from quasar_trt.builders.cpu_target import compile_cpu
 from quasar_trt.builders.fidelity import measure
 from quasar_trt.builders.progress import Stages
@@ -199,23 +197,11 @@ def test_the_rotation_is_orthogonal_and_always_the_same():
     assert not torch.allclose(q.abs(), torch.eye(48), atol=0.5)
 
 
-def test_one_layer_of_the_source_is_in_memory_at_a_time(source, int8_dir, monkeypatch):
-    alive: list[weakref.ref] = []
-
-    def watched(method):
-        def read(*args):
-            assert not [tensor for tensor in alive if tensor() is not None], method.__name__
-            found = method(*args)
-            alive.extend(map(weakref.ref, found.values() if isinstance(found, dict) else [found]))
-            return found
-
-        return read
-
-    for name in ("embedding", "layer", "head"):
-        monkeypatch.setattr(Converter, name, watched(getattr(Converter, name)))
-    monkeypatch.setattr(Converter, "whole", None)
-    measured(source, int8_dir, windows_of(source, 30))
-    assert len(alive) > 3
+def test_one_layer_of_the_source_is_in_memory_at_a_time(source, int8_dir):
+    watched = WatchedSource(source)
+    measured(watched, int8_dir, windows_of(source, 30))
+    assert set(watched.read) == set(watched.names)
+    assert {len(parts) for parts in watched.together} == {1}
 
 
 def test_rows_in_logits_are_few(source, int8_dir, monkeypatch):

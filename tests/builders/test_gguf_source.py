@@ -71,7 +71,7 @@ def test_biases_are_found_and_permuted(tmp_path):
     source = open_source(str(write_gguf(tmp_path / "m.gguf", model)))
     assert (source.config.qkv_bias, source.config.dense_bias, source.config.mlp_bias) == (True, True, False)
     expected = checkpoint_tensors(model)[1]["transformer.layers.1.attention.qkv.bias"]
-    assert torch.equal(dict(Converter(source))["transformer.layers.1.attention.qkv.bias"], expected.float())
+    assert torch.equal(Converter(source)["transformer.layers.1.attention.qkv.bias"], expected.float())
 
 
 def test_blocks_are_dequantized_and_the_notice_names_them(tmp_path):

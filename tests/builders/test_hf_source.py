@@ -70,7 +70,7 @@ def test_tied_head_is_the_embedding(tmp_path):
     model = tiny_llama(4, tie_word_embeddings=True)
     source = open_source(str(save_hf(model, tmp_path)))
     assert "lm_head.weight" not in source.names
-    tensors = dict(Converter(source))
+    tensors = Converter(source)
     assert torch.equal(tensors["lm_head.weight"], tensors["transformer.vocab_embedding.weight"])
 
 

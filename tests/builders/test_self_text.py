@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import checkpoint_tensors, random_ids, tiny_llama
+from tiny import checkpoint_tensors, random_ids, save_hf, tiny_llama
 from tiny_tokenizer import save_tokenizer
 
+from quasar_trt.builders import self_text
+from quasar_trt.builders.convert import Converter
 from quasar_trt.builders.self_text import SelfText, new_texts, source_engine, write
+from quasar_trt.builders.source import open_source
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
 from quasar_trt.recipe import Recipe
 from quasar_trt.tokenizer import load_tokenizer
@@ -60,9 +63,17 @@ def test_every_other_text_opens_a_chat_message(tmp_path):
     assert all(text.ids[-1] < 256 for text in texts)  # neither the end token nor an id without a token
 
 
-def test_the_source_as_an_engine_writes(tmp_path):
-    config, tensors = checkpoint_tensors(tiny_llama(2))
-    with source_engine(config, tensors, 16, tmp_path) as engine:
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_the_source_as_an_engine_writes(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(self_text, "default_engine", lambda: name)
+    model = tiny_llama(2)
+    source = Converter(open_source(str(save_hf(model, tmp_path / "model"))))
+    (tmp_path / "scratch").mkdir()
+    with source_engine(source, 16, tmp_path / "scratch") as engine:
         assert engine.max_seq_len == 16
-        assert len(written(engine, new_texts(None, 131, 1, 16, 0))[0]) == 16
-    assert list(tmp_path.iterdir()) == []
+        assert any((tmp_path / "scratch").iterdir()) == (name == "cpu")
+        found = written(engine, new_texts(None, 131, 2, 16, 0))
+    assert list((tmp_path / "scratch").iterdir()) == []
+    config, tensors = checkpoint_tensors(model)
+    plain = ReferenceEngine(ReferenceModel(config, Recipe("none"), tensors), max_seq_len=16)
+    assert found == written(plain, new_texts(None, 131, 2, 16, 0))

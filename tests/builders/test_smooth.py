@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from tiny import checkpoint_tensors, random_ids, tiny_llama
+from tiny import checkpoint_tensors, tiny_llama
 
-from quasar_trt.builders.calibrate import ChannelMaxima
+from quasar_trt.builders.input_sizes import InputSizes
 from quasar_trt.builders.quantize import quantize_rows
-from quasar_trt.builders.smooth import count_extremes, fold, layer_groups, smoother, textbook_smoothers
-from quasar_trt.builders.write_checkpoint import smoothed_layer
-from quasar_trt.engines.reference import ReferenceModel
+from quasar_trt.builders.smooth import count_extremes, fold, layer_groups, smoother
+from quasar_trt.errors import QuasarError
 from quasar_trt.plugins.reference import quantize_8, smooth_quantize, w8a8_linear
-from quasar_trt.recipe import Recipe
-
-
-def textbook_layer(config, tensors, observer: ChannelMaxima, alpha: float = 0.5) -> dict[str, torch.Tensor]:
-    return smoothed_layer(config, tensors, textbook_smoothers(config, alpha, tensors, observer.maxima), 0)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -68,77 +64,11 @@ def test_an_outlier_channel_loses_at_least_four_fifths_of_its_harm():
     assert smooth == pytest.approx(0.005, abs=0.002)
     assert smooth * 4 < plain
 
-    observer = ChannelMaxima()
-    observer("layer", x)
-    assert observer.report()["outliers"]["layer"] > 50
 
-
-def test_a_smoothed_layer_computes_what_the_source_layer_does():
-    """Checked without rounding: the codes are undone, so that only smoothing and folding remain."""
-    config, tensors = checkpoint_tensors(tiny_llama(5, num_hidden_layers=1))
-    tensors = {name: tensor.float() for name, tensor in tensors.items()}
-    prefix = "transformer.layers.0."
-    tensors[f"{prefix}input_layernorm.weight"][4] = 0  # a dead channel of q, k and v
-    observer = ChannelMaxima()
-    model = ReferenceModel(config, Recipe("none"), tensors, observe=observer)
-    model(random_ids(config, 48))
-    assert observer.rows == 48
-    assert observer.report()["dead_channels"] == 1
-
-    layer = textbook_layer(config, tensors, observer)
-    assert all(torch.isfinite(tensor.float()).all() for tensor in layer.values())
-    assert torch.equal(layer[f"{prefix}input_layernorm.scale_to_int"], torch.ones(1))
-    undone = dict(tensors)
-    for norm in ("input_layernorm", "post_layernorm"):
-        undone[f"{prefix}{norm}.weight"] = layer[f"{prefix}{norm}.weight"].float()
-    for name in ("attention.qkv", "attention.dense", "mlp.fc", "mlp.gate", "mlp.proj"):
-        weight = layer[f"{prefix}{name}.weight"].float() * layer[f"{prefix}{name}.per_channel_scale"].T
-        smoothing = layer.get(f"{prefix}{name}.smoother")
-        undone[f"{prefix}{name}.weight"] = weight if smoothing is None else weight / smoothing
-    ids = random_ids(config, 20, seed=9)
-    assert relative_error(ReferenceModel(config, Recipe("none"), undone)(ids), model(ids)) < 0.03
-
-
-def test_a_bf16_source_gives_the_layer_of_its_float32_copy():
-    config, tensors = checkpoint_tensors(tiny_llama(6, num_hidden_layers=1))
-    widened = {name: tensor.float() for name, tensor in tensors.items()}
-    observer = ChannelMaxima()
-    ReferenceModel(config, Recipe("none"), tensors, observe=observer)(random_ids(config, 32))
-    expected = textbook_layer(config, widened, observer)
-    found = textbook_layer(config, tensors, observer)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-@pytest.mark.parametrize("overrides", [{}, {"attention_bias": True, "mlp_bias": True}])
-def test_linears_behind_one_norm_share_its_smoother(overrides):
-    config, tensors = checkpoint_tensors(tiny_llama(6, num_hidden_layers=1, **overrides))
-    tensors = {name: tensor.float() for name, tensor in tensors.items()}
-    observer = ChannelMaxima()
-    ReferenceModel(config, Recipe("none"), tensors, observe=observer)(random_ids(config, 32))
-    prefix = "transformer.layers.0."
-    layer = textbook_layer(config, tensors, observer, 0.6)
-    weights = [tensors[f"{prefix}mlp.{name}.weight"].abs().amax(0) for name in ("fc", "gate")]
-    expected = observer.maxima[f"{prefix}mlp.fc"] ** 0.6 / torch.maximum(*weights) ** 0.4
-    folded = (tensors[f"{prefix}post_layernorm.weight"] / expected).bfloat16()
-    assert torch.equal(layer[f"{prefix}post_layernorm.weight"], folded)
-    factor = tensors[f"{prefix}post_layernorm.weight"] / folded.float()
-    for name in ("fc", "gate"):
-        codes, scale = quantize_rows(tensors[f"{prefix}mlp.{name}.weight"] * factor)
-        assert torch.equal(layer[f"{prefix}mlp.{name}.weight"], codes)
-        assert torch.equal(layer[f"{prefix}mlp.{name}.per_channel_scale"], scale)
-    assert (f"{prefix}mlp.fc.bias" in layer) == bool(overrides)
-
-
-def test_alpha_acts():
-    config, tensors = checkpoint_tensors(tiny_llama(7, num_hidden_layers=1))
-    tensors = {name: tensor.float() for name, tensor in tensors.items()}
-    observer = ChannelMaxima()
-    ReferenceModel(config, Recipe("none"), tensors, observe=observer)(random_ids(config, 32))
-    name = "transformer.layers.0.mlp.proj"
-    layer = textbook_layer(config, tensors, observer, 1.0)
-    assert torch.equal(layer[f"{name}.smoother"][0], observer.maxima[name])
-    layer = textbook_layer(config, tensors, observer, 0.0)
-    assert torch.allclose(layer[f"{name}.smoother"][0], 1 / tensors[f"{name}.weight"].abs().amax(0))
+@pytest.mark.parametrize(("alpha", "expected"), [(0.0, [0.5, 4.0]), (1.0, [8.0, 3.0]), (0.5, [2.0, 12**0.5])])
+def test_alpha_moves_the_difficulty(alpha, expected):
+    s = smoother(torch.tensor([8.0, 3.0]), torch.tensor([2.0, 0.25]), alpha)
+    assert s.tolist() == pytest.approx(expected)
 
 
 def test_every_linear_is_in_one_group_and_readers_of_a_norm_are_together():
@@ -154,7 +84,29 @@ def test_every_linear_is_in_one_group_and_readers_of_a_norm_are_together():
 
 
 def test_zero_rows_and_clamped_channels_are_counted():
-    config, tensors = checkpoint_tensors(tiny_llama(8))
-    tensors["transformer.layers.1.mlp.fc.weight"][[2, 7]] = 0
-    smoothers = {"a": torch.tensor([1e-5, 1.0, 1e5]), "b": torch.tensor([2.0, 1e5])}
-    assert count_extremes(config, tensors, smoothers) == {"zero_rows": 2, "clamped_channels": 3}
+    weights = [torch.ones(5, 4), torch.ones(3, 4)]
+    weights[0][[1, 3]] = 0
+    weights[1][0, 2] = 0
+    s = torch.tensor([1e-5, 1.0, 1e5, 2.0])
+    assert count_extremes(weights, s) == {"zero_rows": 2, "clamped_channels": 2}
+    assert smoother(torch.tensor([1e-30, 1e30]), torch.tensor([1.0, 1.0]), 1.0).tolist() == pytest.approx([1e-5, 1e5])
+
+
+def test_dead_and_outlying_channels_are_counted():
+    sizes = InputSizes()
+    x = torch.ones(8, 16)
+    x[:, [2, 5]], x[3, 7] = 0, -60
+    sizes("a", x)
+    sizes("b", torch.ones(2, 4))
+    assert sizes.report() == {"dead_channels": 2, "outliers": {"a": 60.0}}
+
+
+def test_an_outlier_among_dead_channels_has_a_finite_ratio():
+    sizes = InputSizes()
+    sizes("a", torch.tensor([[1e30, 0.0, 0.0]]))
+    assert math.isfinite(sizes.report()["outliers"]["a"])
+
+
+def test_an_input_that_is_not_finite_is_refused_by_name():
+    with pytest.raises(QuasarError, match=r"input of layers\.3\.mlp\.proj"):
+        InputSizes()("layers.3.mlp.proj", torch.tensor([[1.0, float("nan")], [1.0, 2.0]]))

@@ -278,7 +278,7 @@ def test_rows_that_were_not_measured_are_shown_as_such():
 def test_an_error_in_a_cell_reaches_the_caller(engine_dirs):
     with (
         CellProcess(INT8_DRAFTED, engine_dirs["INT8"], {"drafter_options": {"num_tokens": 3}}) as process,
-        pytest.raises(QuasarError, match="unknown ngram drafter option 'num_tokens'"),
+        pytest.raises(QuasarError, match="unknown suffix drafter option 'num_tokens'"),
     ):
         process.weight_bytes_per_step()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from quasar_trt.cli import cli
+from quasar_trt.recipe import Recipe
 
 ENVIRONMENT = os.environ | {"COLUMNS": "100"}
 
@@ -67,7 +73,7 @@ def test_version():
 
 def test_defaults_shown_are_those_of_the_dataclasses():
     text = quasar_trt("generate", "--help").stdout
-    assert "[ngram|none]" in text
+    assert "[suffix|ngram|none]" in text
     assert "[default: 16]" in text and "[default: 1.0]" in text
     assert "[default: 16]" not in quasar_trt("chat", "--help").stdout
 
@@ -85,6 +91,11 @@ def test_defaults_shown_are_those_of_the_dataclasses():
         (["build", "m", "--output-dir", "x", "--smoothquant", "1.5"], ["smoothquant is 1.5", "0 to 1"]),
         (["build", "m", "--output-dir", "x", "--smoothquant", "high"], ["--smoothquant", "high"]),
         (["build", "m", "--output-dir", "x", "--quantization", "none", "--quantize-lm-head"], ["quantize_lm_head"]),
+        (["build", "m", "--output-dir", "x", "--quantization", "none", "--rotate"], ["rotate has no use"]),
+        (["build", "m", "--output-dir", "x", "--quantization", "none", "--exclude", "*"], ["exclude has no use"]),
+        (["build", "m", "--output-dir", "x", "--rounding", "up"], ["up", "gptq", "nearest"]),
+        (["build", "m", "--output-dir", "x", "--activations", "4"], ["activations is 4; allowed: 8, 16"]),
+        (["build", "m", "--output-dir", "x", "--exclude", ""], ["exclude is ('',)"]),
         (["build", "/does/not/exist", "--output-dir", "x"], ["/does/not/exist"]),
         (["info", "/does/not/exist"], ["/does/not/exist", "quasar-trt build"]),
         (["info", "--verify"], ["--verify", "ENGINE_DIR"]),
@@ -162,7 +173,7 @@ def test_both_spellings_build_an_engine_that_info_describes(hf_dir, tmp_path):
     assert built.returncode == 0, built.stderr
     described = quasar_trt("info", directory, "--verify")
     assert described.returncode == 0, described.stderr
-    for part in ("LlamaForCausalLM", "alpha 0.6", "INT8 head", "rank0.engine", "top1 agreement", "has the sha256"):
+    for part in ("LlamaForCausalLM", "alpha 0.6", "INT8 head", "rank0.engine", "top-1 agreement", "has the sha256"):
         assert part in described.stdout
     assert max(map(len, described.stdout.splitlines())) <= 100
     assert_refused(quasar_trt("build", hf_dir, "--output-dir", directory, *small), str(directory), "--force")
@@ -232,11 +243,11 @@ def test_generate_with_the_reference_engine(engine_dirs):
     ("args", "parts"),
     [
         (["--drafter", "ngramm"], ["unknown drafter 'ngramm'", "did you mean 'ngram'?"]),
-        (["--drafter", "eagle"], ["unknown drafter 'eagle'", "one of: ngram, none"]),
+        (["--drafter", "eagle"], ["unknown drafter 'eagle'", "one of: ngram, none, suffix"]),
         (["--engine", "tensorrt"], ["no such engine", "tensorrt is not installed", "on a CPU use: cpu, reference"]),
         (["--drafter-option", "num_speculative_tokens=true"], ["num_speculative_tokens is True", "an integer"]),
         (["--engine", "cpuu"], ["unknown engine 'cpuu'", "did you mean 'cpu'?"]),
-        (["--drafter-option", "num_tokens=3"], ["unknown ngram drafter option 'num_tokens'"]),
+        (["--drafter-option", "num_tokens=3"], ["unknown suffix drafter option 'num_tokens'"]),
         (["--drafter-option", "num_speculative_tokens=many"], ["num_speculative_tokens is 'many'"]),
         (["--drafter", "none", "--drafter-option", "num_speculative_tokens=3"], ["without a drafter"]),
         (["--temprature", "0"], ["did you mean '--temperature'?"]),
@@ -268,7 +279,8 @@ def test_bench_prints_a_table_and_saves_json(engine_dirs, tmp_path):
     assert_refused(quasar_trt("bench", *engines, "--prompts", prompts, "--output", missing), str(missing.parent))
 
 
-def test_interrupt_is_exit_code_130_without_traceback(engine_dirs):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_command_with_its_exit_code_and_without_traceback(engine_dirs, number, code):
     command = ["generate", str(engine_dirs["INT8"]), "--max-tokens", "400", "--ignore-eos", "hello", "-"]
     process = subprocess.Popen(
         [sys.executable, "-m", "quasar_trt.cli", *command],
@@ -277,14 +289,59 @@ def test_interrupt_is_exit_code_130_without_traceback(engine_dirs):
         stderr=subprocess.PIPE,
     )
     assert process.stdout.read(1)  # it generates, or has come to the second prompt, which never arrives
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, stderr = process.communicate()
-    assert process.returncode == 130 and b"Traceback" not in stderr
+    assert process.returncode == code and b"Traceback" not in stderr
+
+
+@pytest.fixture
+def built(monkeypatch) -> list[tuple[Recipe, dict]]:
+    """The recipe and the other options of each build that the command asked for, instead of a build."""
+    calls = []
+    monkeypatch.setattr(
+        "quasar_trt.builders.build.build", lambda model, out, recipe, **options: calls.append((recipe, options))
+    )
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("args", "recipe", "options"),
+    [
+        ([], {}, {}),
+        (["--no-rotate"], {"rotate": False}, {}),
+        (["--rotate", "--smoothquant", "0.5"], {"rotate": True, "smoothquant": 0.5}, {}),
+        (["--rounding", "nearest"], {"rounding": "nearest"}, {}),
+        (["--activations", "16"], {"activations": 16}, {}),
+        (["--exclude", "*.layers.0.*", "--exclude", "*.mlp.proj"], {"exclude": ("*.layers.0.*", "*.mlp.proj")}, {}),
+        (["--quantize_lm_head"], {"quantize_lm_head": True}, {}),
+        (["--quantize-lm-head", "--no_rotate"], {"quantize_lm_head": True, "rotate": False}, {}),
+        (["--quantization", "none"], {"quantization": "none"}, {}),
+        (["--tp_size", "2", "--dry_run"], {}, {"tp_size": 2, "dry_run": True}),
+        (["--tp-size", "2", "--dry-run"], {}, {"tp_size": 2, "dry_run": True}),
+        (["--trust_remote_code", "--force"], {}, {"trust_remote_code": True, "force": True}),
+        (["--calib_dataset", "a.txt"], {}, {"calib_dataset": Path("a.txt")}),
+        (["--calib_size", "3", "--calib-max-seq_length=9"], {}, {"calib_size": 3, "calib_max_seq_length": 9}),
+        (["--max_batch_size", "2", "--max_seq_len", "64"], {}, {"max_batch_size": 2, "max_seq_len": 64}),
+        (["--max_draft_len", "4", "--seed", "7"], {}, {"max_draft_len": 4, "seed": 7}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_build_options_reach_the_builder(args, recipe, options, built):
+    result = CliRunner().invoke(cli, ["build", "m", "--output_dir", "x", *args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    ((found, given),) = built
+    assert found == Recipe(**recipe)
+    assert {name: given[name] for name in options} == options
+    assert all(
+        given[name] in (None, False)
+        for name in ("calib_dataset", "calib_size", "dry_run", "force")
+        if name not in options
+    )
 
 
 def test_build_defaults_are_those_of_the_builder():
-    from quasar_trt.builders.build import _CALIB_MAX_SEQ_LENGTH, _CALIB_SIZE
     from quasar_trt.builders.build import build as builder
+    from quasar_trt.builders.calibrate import CALIB_MAX_SEQ_LENGTH, CALIB_SIZE
     from quasar_trt.cli import build
 
     shown = {parameter.name: parameter.default for parameter in build.params}
@@ -292,10 +349,14 @@ def test_build_defaults_are_those_of_the_builder():
     numbers = {name: value for name, value in defaults.items() if type(value) is int}
     assert numbers == {name: shown[name] for name in numbers}
     assert set(defaults) - {"recipe", "progress"} <= set(shown)
+    assert {field.name for field in dataclasses.fields(Recipe)} <= set(shown)
     text = {parameter.name: parameter.help for parameter in build.params if hasattr(parameter, "help")}
-    given_by_the_builder = {
-        "calib_size": _CALIB_SIZE,
-        "calib_max_seq_length": _CALIB_MAX_SEQ_LENGTH,
-    }
-    for name, value in given_by_the_builder.items():
-        assert f"{value} by default" in text[name]
+    assert f"{CALIB_SIZE} by default" in text["calib_size"]
+    assert f"{CALIB_MAX_SEQ_LENGTH} by default" in text["calib_max_seq_length"]
+
+
+def test_a_dry_run_prints_the_estimate_and_writes_nothing(hf_dir, tmp_path):
+    result = CliRunner().invoke(cli, ["build", str(hf_dir), "--output_dir", str(tmp_path / "engine"), "--dry_run"])
+    assert result.exit_code == 0
+    assert re.fullmatch(r"needs about [\d.]+ GB of memory and [\d.]+ GB of disk \(.*\).*\n", result.output)
+    assert list(tmp_path.iterdir()) == []

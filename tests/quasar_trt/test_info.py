@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import shutil
@@ -13,6 +14,7 @@ from quasar_trt import machine
 from quasar_trt.errors import QuasarError
 from quasar_trt.info import show_engine, verify_engine
 from quasar_trt.manifest import Manifest
+from quasar_trt.recipe import Recipe
 
 
 @pytest.mark.parametrize("text", ["[]", "5", "null", '"text"', "{"])
@@ -47,6 +49,47 @@ def test_the_five_worst_groups_are_shown(engine_dirs, tmp_path):
     assert positions == sorted(positions)
     assert "0.0600 (alpha 0.6, statistic 3rms)" in shown
     assert "layers.1." not in shown
+
+
+def shown_of(directory, recipe: Recipe) -> str:
+    """What is shown of an engine, in one line, if it had been built to this recipe."""
+    out = io.StringIO()
+    manifest = dataclasses.replace(Manifest.open(directory), recipe=recipe)
+    show_engine(directory, manifest, Console(file=out, width=100))
+    return " ".join(out.getvalue().split())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text"),
+    [
+        (
+            Recipe(),
+            "INT8 weights per output channel, rounding gptq, 8-bit activations per token, smoothing searched, rotated, "
+            "BF16 head calibration",
+        ),
+        (
+            Recipe(smoothquant=0.6, activations=16, quantize_lm_head=True),
+            "INT8 weights per output channel, rounding nearest, 16-bit activations per token, smoothing alpha 0.6, "
+            "not rotated, INT8 head with 16-bit activations calibration",
+        ),
+        (
+            Recipe(rotate=False, exclude=("*.layers.0.*", "*.mlp.proj")),
+            "not rotated, BF16 head, BF16 where *.layers.0.* or *.mlp.proj calibration",
+        ),
+        (Recipe("none"), "BF16 weights, float activations calibration"),
+    ],
+)
+def test_every_part_of_the_recipe_is_shown(recipe, text, engine_dirs):
+    assert text in shown_of(engine_dirs["INT8"], recipe)
+
+
+def test_groups_of_a_rotated_stream_are_shown_as_not_smoothed(engine_dirs, tmp_path):
+    directory = tmp_path / "engine"
+    shutil.copytree(engine_dirs["INT8"], directory)
+    groups = {"transformer.layers.0.attention.qkv": {"alpha": None, "statistic": None, "error": 0.01234}}
+    (directory / "fidelity.json").write_text(json.dumps({"groups": groups}))
+    shown = shown_of(directory, Recipe())
+    assert "layers.0.attention.qkv 0.0123 (not smoothed)" in shown and "None" not in shown
 
 
 def test_verify_shows_a_bar_over_all_bytes(engine_dirs):

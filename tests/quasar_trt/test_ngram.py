@@ -13,7 +13,7 @@ from quasar_trt.sampling_params import SamplingParams
 SAMPLER = Sampler(SamplingParams())
 
 
-def propose(context: list[int], limit: int = 100, **options) -> list[int]:
+def propose(context: list[int], limit: int = 5, **options) -> list[int]:
     drafter = make_drafter("ngram", options)
     drafter.start(0, context)
     (draft,) = drafter.propose([DraftRequest(0, context, limit, SAMPLER)])
@@ -36,7 +36,7 @@ def plain_lookup(context: list[int], limit: int, longest: int, shortest: int, co
         (
             "followers of the match",
             [1, 2, 3, 9, 1, 2, 3],
-            {"prompt_lookup_max": 3, "num_speculative_tokens": 4},
+            {"prompt_lookup_max": 3},
             [9, 1, 2, 3],
         ),
         ("one id", [1], {}, []),
@@ -48,7 +48,6 @@ def plain_lookup(context: list[int], limit: int, longest: int, shortest: int, co
         ("longer suffix beats a more recent shorter one", [1, 2, 7, 5, 2, 8, 1, 2], {}, [7, 5, 2, 8, 1]),
         ("shorter suffix when the longer has no match", [2, 7, 5, 3, 2], {}, [7, 5, 3, 2]),
         ("prompt_lookup_min forbids the shorter", [2, 7, 5, 3, 2], {"prompt_lookup_min": 2}, []),
-        ("num_speculative_tokens", [1, 2, 3, 4, 1], {"num_speculative_tokens": 2}, [2, 3]),
     ],
 )
 def test_proposal(name, context, options, expected):

@@ -7,24 +7,24 @@ import math
 
 import numpy as np
 import pytest
-from stubs import StubEngine, random_logits
+from stubs import StubEngine, chain_logits, random_logits
 
 from quasar_trt.drafters import DRAFTERS, make_drafter
-from quasar_trt.drafters.base import DraftRequest
 from quasar_trt.errors import QuasarError
 from quasar_trt.runner import Runner
-from quasar_trt.sampling import Sampler
 from quasar_trt.sampling_params import SamplingParams
 
-# drafter -> option -> a value that must change what is proposed after DRAFTER_CONTEXT
+# drafter -> option -> a value that must change what is proposed
 DRAFTER = {
     "ngram": {
         "num_speculative_tokens": 2,
         "prompt_lookup_max": 1,
         "prompt_lookup_min": 3,
-    }
+    },
+    "suffix": {"num_speculative_tokens": 2, "history_tokens": 100},
 }
 DRAFTER_CONTEXT = [1, 2, 7, 6, 5, 4, 3, 8, 2, 1, 2]
+DRAFTER_ANSWER = [8, 2, 1, 2, 9, 9]
 OPTIONS = [(name, *item) for name, options in DRAFTER.items() for item in options.items()]
 
 
@@ -34,9 +34,14 @@ def generate() -> list[int]:
 
 
 def propose(name: str, **options) -> tuple[int, ...]:
-    drafter = make_drafter(name, options)
-    drafter.start(0, DRAFTER_CONTEXT)
-    return drafter.propose([DraftRequest(0, DRAFTER_CONTEXT, 100, Sampler(SamplingParams()))])[0].ids
+    """The draft that comes with DRAFTER_CONTEXT, after a request that emitted DRAFTER_ANSWER."""
+    runner = Runner(
+        engine := StubEngine(chain_logits(DRAFTER_ANSWER, 1, 10), 10),
+        drafter=make_drafter(name, options),
+        max_batch_size=1,
+    )
+    runner.generate([[0], DRAFTER_CONTEXT], SamplingParams(temperature=0, max_tokens=len(DRAFTER_ANSWER)))
+    return next(step.drafts[-1] for step in engine.passes if step.tokens[-1] == DRAFTER_CONTEXT)
 
 
 def test_tables_name_every_field():
@@ -119,6 +124,12 @@ def test_every_default_works():
         (lambda: make_drafter("ngram", {"num_speculative_tokens": True}), "is True; allowed: an integer of at least 1"),
         (lambda: make_drafter("ngram", {"prompt_lookup_min": 1.0}), "prompt_lookup_min is 1.0; allowed: an integer"),
         (lambda: make_drafter("ngram", {"num_speculative_tokens": 0}), "num_speculative_tokens is 0"),
+        (lambda: make_drafter("suffix", {"num_speculative_tokens": "3"}), "num_speculative_tokens is '3'; allowed"),
+        (
+            lambda: make_drafter("suffix", {"history_tokens": -1}),
+            "history_tokens is -1; allowed: an integer of at least 0",
+        ),
+        (lambda: make_drafter("suffix", {"history_tokens": 1e4}), "history_tokens is 10000.0; allowed"),
         (lambda: make_drafter(None, {"num_speculative_tokens": 3}), "without a drafter"),
     ],
 )

@@ -34,12 +34,20 @@ def test_smoothing_is_searched_unless_said_otherwise_and_absent_without_quantiza
     [
         (Recipe(), True, "gptq", 8),
         (Recipe(smoothquant=0.5), False, "nearest", 8),
-        (Recipe(rotate=False, activations=16), False, "gptq", 16),
-        (Recipe("none"), False, None, None),
+        (Recipe(rotate=False, activations=16), False, "nearest", 16),
+        (Recipe("none"), None, None, None),
     ],
 )
 def test_what_a_recipe_leaves_open_follows_from_how_it_smooths(recipe, rotate, rounding, activations):
     assert (recipe.rotate, recipe.rounding, recipe.activations) == (rotate, rounding, activations)
+
+
+def test_what_is_stored_spells_out_the_bits():
+    stored = Recipe(activations=16, quantize_lm_head=True).to_dict()
+    assert (stored["weight_bits"], stored["activation_bits"], stored["head_bits"]) == (8, 16, 8)
+    assert stored["activation_granularity"] == "per_token"
+    stored = Recipe("none").to_dict()
+    assert (stored["weight_bits"], stored["activation_bits"], stored["head_bits"]) == (16, None, 16)
 
 
 def test_a_linear_is_quantized_unless_a_pattern_matches_its_whole_name():

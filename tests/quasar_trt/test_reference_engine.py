@@ -105,7 +105,16 @@ def test_after_rollback_the_next_step_equals_a_fresh_prefill(accepted):
     np.testing.assert_allclose(run(engine, sequence, [recovered]), fresh, atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", [Recipe("none"), Recipe("int8"), Recipe("int8", quantize_lm_head=True)], ids=str)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("none"),
+        Recipe("int8"),
+        Recipe("int8", rotate=False, quantize_lm_head=True),
+        Recipe("int8", activations=16, exclude=("*.1.*",)),
+    ],
+    ids=str,
+)
 def test_logits_do_not_depend_on_later_drafts_or_neighbours(recipe):
     engine = engine_for(recipe)
     first, second = random_ids(engine.config, 20), random_ids(engine.config, 33, seed=1)
@@ -120,7 +129,8 @@ def test_logits_do_not_depend_on_later_drafts_or_neighbours(recipe):
         SequenceStep(engine.open(), second),
     ]
     engine.step(steps, collector)
-    np.testing.assert_allclose(collector.logits[1][:2], expected, atol=1e-5)
+    # 16-bit codes are so close together that float rounding moves some of them by one
+    np.testing.assert_allclose(collector.logits[1][:2], expected, atol=1e-5 if recipe.activations != 16 else 1e-3)
 
 
 def test_ragged_acceptance_keeps_each_sequence_its_own():
@@ -237,15 +247,41 @@ def test_every_linear_is_observed_once_with_its_float_input():
     assert [seen[f"transformer.layers.1.{name}"][0].shape for name in names] == [(3, n) for n in (48, 96, 48, 48, 80)]
 
 
-@pytest.mark.parametrize("quantize_lm_head", [False, True])
-def test_the_int8_model_stays_close_to_its_source(quantize_lm_head):
+def divergence(recipe):
+    """(mean KL divergence from the source model, share of equal top tokens) of the tiny model under `recipe`."""
     source = ReferenceModel(*tiny_checkpoint(3, attention_bias=True))
-    model = ReferenceModel(*tiny_checkpoint(3, Recipe("int8", quantize_lm_head=quantize_lm_head), attention_bias=True))
+    model = ReferenceModel(*tiny_checkpoint(3, recipe, attention_bias=True))
     ids = random_ids(source.config, 200)
     p, q = source(ids).double().log_softmax(-1), model(ids).double().log_softmax(-1)
-    divergence = (p.exp() * (p - q)).sum(-1).mean().item()
-    assert 1e-4 < divergence < 0.02  # quantized for real, and little lost
-    assert (p.argmax(-1) == q.argmax(-1)).double().mean() > 0.85
+    return (p.exp() * (p - q)).sum(-1).mean().item(), (p.argmax(-1) == q.argmax(-1)).double().mean().item()
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("int8", rotate=False),
+        Recipe("int8"),
+        Recipe("int8", quantize_lm_head=True),
+        Recipe("int8", activations=16),
+        Recipe("int8", exclude=("*.1.attention.*", "*.2.mlp.proj")),
+    ],
+    ids=str,
+)
+def test_the_int8_model_stays_close_to_its_source(recipe):
+    kl, agreement = divergence(recipe)
+    assert 1e-4 < kl < 0.02  # quantized for real, and little lost
+    assert agreement > 0.85
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+def test_sixteen_bit_activations_and_excluded_linears_each_lose_less(rotate):
+    lost = divergence(Recipe("int8", rotate=rotate))[0]
+    assert divergence(Recipe("int8", rotate=rotate, activations=16))[0] < 0.7 * lost
+    assert divergence(Recipe("int8", rotate=rotate, exclude=("*.mlp.*",)))[0] < 0.9 * lost
+
+
+def test_a_recipe_that_excludes_every_linear_is_the_source():
+    assert divergence(Recipe("int8", exclude=("*",))) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("name", ["attention.qkv.per_channel_scale", "attention.dense.smoother", "mlp.proj.smoother"])

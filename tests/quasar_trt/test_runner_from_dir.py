@@ -9,10 +9,13 @@ import sys
 import pytest
 from tiny import random_ids, tiny_checkpoint, write_engine_dir
 
+from quasar_trt import step_cost
+from quasar_trt.engines.reference import ReferenceEngine
 from quasar_trt.errors import QuasarError
 from quasar_trt.recipe import Recipe
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
+from quasar_trt.step_cost import measure
 
 
 @pytest.fixture(scope="module", params=["none", "int8"])
@@ -48,6 +51,7 @@ def test_drafted_ids_equal_plain_ids_on_the_native_engine(engine_dirs, weights, 
     for num_speculative_tokens in range(1, 9):
         runner = Runner.from_dir(
             engine_dirs[weights],
+            drafter="suffix" if num_speculative_tokens % 4 > 1 else "ngram",
             drafter_options={"num_speculative_tokens": num_speculative_tokens},
             engine="cpu",
             threads=1 + num_speculative_tokens % 2,
@@ -55,6 +59,21 @@ def test_drafted_ids_equal_plain_ids_on_the_native_engine(engine_dirs, weights, 
         assert [output.outputs[0].token_ids for output in runner.generate(prompts, params)] == expected
         num_accepted_tokens += runner.stats.num_accepted_tokens
     assert num_accepted_tokens > 0
+
+
+def test_costs_of_passes_are_measured_once(engine_dir, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    passes = []
+    step = ReferenceEngine.step
+    monkeypatch.setattr(ReferenceEngine, "step", lambda *args: passes.append(1) or step(*args))
+    monkeypatch.setattr(step_cost, "measure", lambda *args: (measure(*args)[0], True))  # whatever else runs here
+    open_runner(engine_dir, drafter=None)
+    assert not passes and not list(tmp_path.iterdir())
+    open_runner(engine_dir)
+    assert passes and list(tmp_path.glob("quasar-trt/step-cost/*.json"))
+    passes.clear()
+    open_runner(engine_dir)
+    assert not passes
 
 
 def test_text_streams_as_it_is_generated(engine_dirs):
@@ -142,7 +161,7 @@ def test_text_without_a_tokenizer_is_refused(engine_dir):
     ("options", "message"),
     [
         ({"drafter": "ngrams"}, "did you mean 'ngram'"),
-        ({"drafter_options": {"prompt_lookup": 2}}, "unknown ngram drafter option 'prompt_lookup'"),
+        ({"drafter_options": {"history": 2}}, "unknown suffix drafter option 'history'.*'history_tokens'"),
         ({"engine": "referense"}, "did you mean 'reference'"),
     ],
 )

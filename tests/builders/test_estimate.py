@@ -1,0 +1,71 @@
+"""What a build says that it will take, against what it took."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import SIZES
+from tiny import model_config, save_hf, tiny_model
+
+from quasar_trt.builders import calibrate
+from quasar_trt.builders.build import build
+from quasar_trt.builders.cpu_target import compile_cpu
+from quasar_trt.builders.estimate import Estimate, estimate
+from quasar_trt.recipe import Recipe
+from quasar_trt.tensorfile import read_header
+
+RECIPES = {
+    "default": Recipe(),
+    "mixed": Recipe(exclude=("transformer.layers.0.*", "*.mlp.proj"), quantize_lm_head=True),
+    "none": Recipe("none"),
+}
+
+
+def data_bytes(path) -> int:
+    """Bytes of a weight file without its header."""
+    return path.stat().st_size - len(read_header(path)[3])
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])  # biases, norms over heads
+def test_sizes_on_disk_are_those_of_the_files(architecture, name, tp_size, tmp_path, monkeypatch):
+    scratch = []
+
+    def compiled(config, recipe, tensors, path):
+        compile_cpu(config, recipe, tensors, path)
+        scratch.append(data_bytes(path))
+
+    monkeypatch.setattr("quasar_trt.builders.self_text.default_engine", lambda: "cpu")
+    monkeypatch.setattr("quasar_trt.builders.self_text.compile_cpu", compiled)
+    model = str(save_hf(tiny_model(architecture, 1, **SIZES), tmp_path / "model"))
+    options = {"progress": False, "tp_size": tp_size, "max_seq_len": 64}
+    if RECIPES[name].quantized:
+        options |= {"calib_size": 1, "calib_max_seq_length": 8}
+    needs = build(model, tmp_path / "out", RECIPES[name], dry_run=True, **options)
+    build(model, tmp_path / "out", RECIPES[name], **options)
+    assert needs.checkpoint == sum(map(data_bytes, (tmp_path / "out" / "checkpoint").glob("*.safetensors")))
+    assert needs.engine == sum(map(data_bytes, (tmp_path / "out").glob("*.engine")))
+    assert scratch == [needs.scratch]
+
+
+def test_what_costs_memory_counts(monkeypatch):
+    config = model_config(tiny_model("LlamaForCausalLM", hidden_size=768, intermediate_size=2048, vocab_size=400))
+
+    def memory(recipe: Recipe, tokens: int = 4096) -> int:
+        return estimate(config, recipe, 1, tokens).memory
+
+    assert memory(Recipe("none")) < memory(Recipe(rounding="nearest")) < memory(Recipe())
+    assert memory(Recipe(), 4096) < memory(Recipe(), 8192)
+    wide = 3 * 4 * 2048**2  # the second moment of the inputs of mlp.proj, its order and its factor
+    assert memory(Recipe()) - memory(Recipe(rounding="nearest")) == wide
+    assert estimate(config, Recipe(), 1, 1).scratch > 0
+    monkeypatch.setattr(calibrate, "_WRITES_ITSELF", 0)
+    assert estimate(config, Recipe(), 1, 1).scratch == 0
+
+
+def test_an_estimate_is_one_line_in_gigabytes():
+    needs = Estimate(checkpoint=1_500_000_000, engine=1_240_000_000, scratch=0, memory=2_060_000_000)
+    text = "needs about 2.1 GB of memory and 2.74 GB of disk (checkpoint 1.50 GB, engine 1.24 GB)"
+    assert str(needs) == text
+    needs = Estimate(checkpoint=1_500_000_000, engine=1_240_000_000, scratch=2_200_000_000, memory=2_060_000_000)
+    assert str(needs) == f"{text}, 2.20 GB more while it writes text"
