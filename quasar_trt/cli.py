@@ -1,4 +1,4 @@
-"""The command line: quasar-trt build | generate | bench | eval | info.
+"""The command line: quasar-trt build | generate | chat | bench | eval | info.
 
 Only click and the light modules are imported here; each command imports what it needs when it runs, so `--help` is quick.
 Options are accepted in both spellings, `--output-dir` and `--output_dir`.
@@ -26,6 +26,7 @@ from quasar_trt.cli_options import (
     RowCounts,
     drafter_options,
     field_option,
+    sampling_options,
     usage_message,
 )
 from quasar_trt.cli_output import check_outputs, save_json, show_report
@@ -34,7 +35,9 @@ from quasar_trt.recipe import QUANTIZATIONS, ROUNDINGS, Recipe
 from quasar_trt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from quasar_trt.metrics import SpeculationMetrics
+    from quasar_trt.runner import Runner
+
+CHAT = SamplingParams(max_tokens=None)  # an answer may be as long as the context holds
 
 
 @click.group(
@@ -98,47 +101,78 @@ def build(model, output_dir, **options):
 @click.argument("prompt", nargs=-1, required=True)
 @click.option("--chat", is_flag=True, help="Put each prompt into the model's chat template.")
 @drafter_options("none")
-@field_option(SamplingParams, "max_tokens", "Most tokens to emit.", type=int)
-@field_option(SamplingParams, "temperature", "0 is greedy.", type=float)
-@field_option(SamplingParams, "top_p", "Keep the most probable tokens that reach this probability.", type=float)
-@field_option(SamplingParams, "top_k", "Keep this many most probable tokens; 0 keeps all.", type=int)
-@field_option(SamplingParams, "seed", "Fixes the sampled tokens; drawn from the system by default.", type=int)
-@field_option(SamplingParams, "ignore_eos", "Go on past the end-of-sequence token.", flag=True)
+@sampling_options(defaults=SamplingParams())
 @ENGINE
 @THREADS
 @click.option("--stats/--no-stats", default=True, help="One line about acceptance and speed, on stderr.")
-def generate(engine_dir, prompt, chat, drafter, drafter_option, engine, threads, stats, **sampling):
+def generate(engine_dir, prompt, chat, drafter, drafter_option, engine, threads, stats, sampling):
     """Continue prompts, streaming to the terminal.
 
     Each PROMPT is continued in turn by the engine in ENGINE_DIR; '-' reads one from standard input.
     """
-    sampling_params = SamplingParams(**sampling)
+    SamplingParams(**sampling)  # what is wrong in itself is said before anything is loaded
 
-    from quasar_trt.decode_clock import DecodeClock
+    from quasar_trt.continuation import Continuation
+    from quasar_trt.generation_config import GenerationConfig
+    from quasar_trt.metrics import stats_line
+
+    model = GenerationConfig.read(engine_dir).sampling
+    runner = open_runner(engine_dir, drafter, drafter_option, engine, threads)
+    continuation = Continuation(runner, SamplingParams(**model | sampling))
+    for text in prompt:
+        request = standard_input() if text == "-" else text
+        continuation.show(runner.chat_ids([{"role": "user", "content": request}]) if chat else request)
+    if stats:
+        note_defaults(model, sampling)
+        click.echo(stats_line(runner.stats, continuation.clock.tokens_per_second), err=True)
+
+
+@cli.command()
+@click.argument("engine_dir", type=PATH)
+@click.option("--system", metavar="TEXT", help="A system message before the conversation.")
+@drafter_options("none")
+@sampling_options("n", "logprobs", "prompt_logprobs", defaults=CHAT)
+@ENGINE
+@THREADS
+def chat(engine_dir, system, drafter, drafter_option, engine, threads, sampling):
+    """Talk with a model.
+
+    Answers stream; the line below tells how drafting goes. /reset begins anew, /exit leaves, Ctrl-C stops an answer.
+    An answer may be as long as the context holds, unless --max-tokens or the model says otherwise.
+    """
+    SamplingParams(**sampling)
+
+    from rich.console import Console
+
+    from quasar_trt.chat import Chat, converse
+    from quasar_trt.generation_config import GenerationConfig
+
+    model = GenerationConfig.read(engine_dir).sampling
+    runner = open_runner(engine_dir, drafter, drafter_option, engine, threads)
+    note_defaults(model, sampling)
+    console = Console()
+    converse(Chat(runner, dataclasses.replace(CHAT, **model | sampling), system, console), console)
+
+
+def open_runner(engine_dir, drafter, drafter_option, engine, threads) -> Runner:
     from quasar_trt.runner import Runner
 
-    runner = Runner.from_dir(
+    return Runner.from_dir(
         engine_dir,
         drafter=None if drafter == "none" else drafter,
         drafter_options=dict(drafter_option),
         engine=engine,
         threads=threads,
     )
-    clock = DecodeClock()
-    for text in prompt:
-        request = standard_input() if text == "-" else text
-        if chat:
-            request = runner.chat_ids([{"role": "user", "content": request}])
-        num_tokens, finish_reason = 0, None
-        for output in clock.time(runner.stream(request, sampling_params)):
-            click.echo(output.text, nl=False)
-            num_tokens, finish_reason = num_tokens + len(output.token_ids), output.finish_reason
-        click.echo()
-        if finish_reason == "length" and num_tokens < sampling_params.max_tokens:
-            limit = runner.engine.max_seq_len
-            click.echo(f"note: cut after {num_tokens} tokens, at the engine's max_seq_len of {limit}", err=True)
-    if stats:
-        click.echo(stats_line(runner.stats, clock.tokens_per_second), err=True)
+
+
+def note_defaults(model: dict[str, object], given: dict[str, object]) -> None:
+    """Shows the sampling parameters that come from the model."""
+    from quasar_trt.generation_config import sampling_text
+
+    used = {name: value for name, value in model.items() if name not in given}
+    if used:
+        click.echo(f"note: the model's own sampling parameters: {sampling_text(used)}", err=True)
 
 
 def standard_input() -> str:
@@ -149,18 +183,6 @@ def standard_input() -> str:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise QuasarError(f"standard input is not {error.encoding} text; give the prompt in that encoding") from None
-
-
-def stats_line(stats: SpeculationMetrics, tokens_per_second: float | None) -> str:
-    """One line about acceptance and speed, in the words of llama.cpp."""
-    parts = []
-    if stats.num_draft_tokens:
-        accepted = f"{stats.num_accepted_tokens} accepted / {stats.num_draft_tokens} drafted"
-        parts.append(f"draft acceptance = {stats.acceptance_rate:.3f} ({accepted})")
-    parts.append(f"mean acceptance length = {stats.mean_acceptance_length:.2f}")
-    if tokens_per_second is not None:
-        parts.append(f"{tokens_per_second:.1f} tokens/s")
-    return ", ".join(parts)
 
 
 @cli.group(cls=DefaultGroup)

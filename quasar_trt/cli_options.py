@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 from pathlib import Path
 
 import click
 
 from quasar_trt.errors import QuasarError, unknown
+from quasar_trt.sampling_params import SamplingParams
 
 PATH = click.Path(path_type=Path)
 
@@ -56,6 +58,78 @@ def field_option(owner: type, name: str, text: str, flag: bool = False, **attrib
     if flag:
         return click.option(spelling, is_flag=True, default=default, help=text, **attributes)
     return click.option(spelling, default=default, show_default=default is not None, help=text, **attributes)
+
+
+class TokenBias(click.ParamType):
+    """ID=BIAS"""
+
+    name = "id=bias"
+
+    def convert(self, value, param, ctx):
+        token, _, bias = value.partition("=")
+        try:
+            return int(token), float(bias)
+        except ValueError:
+            raise QuasarError(f"{param.opts[0]} is '{value}'; allowed: ID=BIAS, a token id and a number") from None
+
+
+# field of SamplingParams -> (help, attributes of its option); none has a default here, so that the model's own can stand
+_SAMPLING = {
+    "n": ("Completions of each prompt.", {"type": int}),
+    "max_tokens": ("Most tokens to emit.", {"type": int}),
+    "min_tokens": ("Tokens to emit before anything else may end the text.", {"type": int}),
+    "temperature": ("0 is greedy.", {"type": float}),
+    "top_p": ("Keep the most probable tokens that reach this probability.", {"type": float}),
+    "top_k": ("Keep this many most probable tokens; 0 keeps all.", {"type": int}),
+    "min_p": ("Keep tokens this many times as probable as the most probable.", {"type": float}),
+    "repetition_penalty": ("Divides the logits of tokens of the prompt and the text.", {"type": float}),
+    "presence_penalty": ("Subtracted from the logit of a token that was emitted.", {"type": float}),
+    "frequency_penalty": ("Subtracted once for each time that it was emitted.", {"type": float}),
+    "seed": ("Fixes the sampled tokens; drawn from the system by default.", {"type": int}),
+    "stop": ("End where this text appears; may be repeated.", {"multiple": True, "metavar": "TEXT"}),
+    "stop_token_ids": ("End with this token; may be repeated.", {"type": int, "multiple": True, "metavar": "ID"}),
+    "bad_words": ("Never emit this text; may be repeated.", {"multiple": True, "metavar": "TEXT"}),
+    "logit_bias": (
+        "Add to a token's logit; may be repeated.",
+        {"type": TokenBias(), "multiple": True, "metavar": "ID=BIAS"},
+    ),
+    "allowed_token_ids": (
+        "Emit no token but this; may be repeated.",
+        {"type": int, "multiple": True, "metavar": "ID"},
+    ),
+    "ignore_eos": ("Go on past the end-of-sequence token.", {}),
+    "skip_special_tokens": ("Leave special tokens out of the text; so by default.", {}),
+    "include_stop_str_in_output": ("Keep the text of what ended it.", {}),
+    "logprobs": ("Show each token with this many most probable ones.", {"type": int}),
+    "prompt_logprobs": ("Show so each token of the prompt.", {"type": int}),
+}
+
+
+def sampling_options(*besides: str, defaults: SamplingParams):
+    """The sampling parameters as options, but those named in `besides`. The command gets what was given as `sampling`."""
+    names = [name for name in _SAMPLING if name not in besides]
+
+    def decorate(command):
+        @functools.wraps(command)
+        def collected(**options):
+            given = {name: options.pop(name) for name in names}
+            given = {name: value for name, value in given.items() if value not in (None, ())}
+            if "logit_bias" in given:
+                given["logit_bias"] = dict(given["logit_bias"])
+            return command(sampling=given, **options)
+
+        for name in reversed(names):
+            text, attributes = _SAMPLING[name]
+            spelling, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
+            if isinstance(default, bool):
+                attributes = {"is_flag": True}
+                spelling += f"/--no{spelling[1:]}" if default else ""
+            elif isinstance(default, int | float):
+                text = f"{text} [default: {default}]"
+            collected = click.option(spelling, default=None, help=text, **attributes)(collected)
+        return collected
+
+    return decorate
 
 
 class OptionPair(click.ParamType):

@@ -12,6 +12,7 @@ from rich.table import Table
 from quasar_trt.checkpoint import Checkpoint
 from quasar_trt.fidelity_report import read_fidelity
 from quasar_trt.fidelity_report import show as show_fidelity
+from quasar_trt.generation_config import GenerationConfig, sampling_text
 from quasar_trt.machine import describe_machine
 from quasar_trt.manifest import Manifest
 from quasar_trt.recipe import Recipe
@@ -26,7 +27,7 @@ def show_machine(console: Console) -> None:
 
 def show_engine(directory: Path, manifest: Manifest, console: Console) -> None:
     """Manifest, model, sizes and fidelity. Raises QuasarError for a directory that is no sound engine."""
-    console.print(facts_table(str(directory), _manifest_facts(manifest)), "")
+    console.print(facts_table(str(directory), _manifest_facts(manifest, GenerationConfig.read(directory).sampling)), "")
     if (directory / "checkpoint").is_dir():
         model = Checkpoint.open(directory / "checkpoint").config
         console.print(facts_table("model", _model_facts(model)), "")
@@ -55,7 +56,7 @@ def size_text(count: int | float) -> str:
     return f"{count:.0f} B"
 
 
-def _manifest_facts(manifest: Manifest) -> dict[str, object]:
+def _manifest_facts(manifest: Manifest, sampling: dict[str, object]) -> dict[str, object]:
     limits, calibration = manifest.limits, manifest.calibration
     facts = {
         "format version": manifest.format_version,
@@ -67,6 +68,8 @@ def _manifest_facts(manifest: Manifest) -> dict[str, object]:
         "calibration": _calibration_text(calibration) if calibration else "none",
     }
     notices = manifest.source.get("notices")
+    if sampling:
+        facts["sampling defaults"] = sampling_text(sampling)
     return facts | ({"notices": "\n".join(map(str, notices))} if isinstance(notices, list) and notices else {})
 
 

@@ -51,13 +51,19 @@ class SpeculationMetrics:
         """A copy that stays as it is."""
         return copy.deepcopy(self)
 
+    def __add__(self, other: SpeculationMetrics) -> SpeculationMetrics:
+        return self._combined(other, 1)
+
     def __sub__(self, before: SpeculationMetrics) -> SpeculationMetrics:
         """What happened since the snapshot `before`."""
-        values = {item.name: (getattr(self, item.name), getattr(before, item.name)) for item in fields(self)}
-        now, then = values.pop("num_accepted_tokens_per_pos")
+        return self._combined(before, -1)
+
+    def _combined(self, other: SpeculationMetrics, sign: int) -> SpeculationMetrics:
+        values = {item.name: (getattr(self, item.name), getattr(other, item.name)) for item in fields(self)}
+        pairs = zip_longest(*values.pop("num_accepted_tokens_per_pos"), fillvalue=0)
         return SpeculationMetrics(
-            num_accepted_tokens_per_pos=[a - b for a, b in zip_longest(now, then, fillvalue=0)],
-            **{name: a - b for name, (a, b) in values.items()},
+            num_accepted_tokens_per_pos=[a + sign * b for a, b in pairs],
+            **{name: a + sign * b for name, (a, b) in values.items()},
         )
 
     @property
@@ -69,3 +75,15 @@ class SpeculationMetrics:
     def acceptance_rate(self) -> float:
         """Accepted per draft token; 0.0 when nothing was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+
+def stats_line(stats: SpeculationMetrics, tokens_per_second: float | None) -> str:
+    """One line about acceptance and speed, in the words of llama.cpp."""
+    parts = []
+    if stats.num_draft_tokens:
+        accepted = f"{stats.num_accepted_tokens} accepted / {stats.num_draft_tokens} drafted"
+        parts.append(f"draft acceptance = {stats.acceptance_rate:.3f} ({accepted})")
+    parts.append(f"mean acceptance length = {stats.mean_acceptance_length:.2f}")
+    if tokens_per_second is not None:
+        parts.append(f"{tokens_per_second:.1f} tokens/s")
+    return ", ".join(parts)

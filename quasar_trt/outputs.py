@@ -2,56 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from quasar_trt.logprobs import Logprob
 from quasar_trt.metrics import SpeculationMetrics
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One completion.
+    """One completion of a prompt.
 
-    token_ids: emitted ids, the end-of-sequence id included.
-    finish_reason: "stop", "length", or "error" when the engine gave a row that is not a distribution; that ends this
-        request only.
-    stop_reason: for "stop" the id that ended it (None for the model's first end-of-sequence id), for "error" the message.
-    text: without special tokens, decoded when it is read; empty when the runner has no tokenizer.
+    index: which of the prompt's completions.
+    token_ids: emitted ids, with the one that ended the completion.
+    finish_reason: "stop", "length", or "error" when the engine gave a row that is not a distribution or the parameters left
+        no token; that ends this completion only.
+    stop_reason: for "stop" the text or id that ended it (None for the model's first end-of-sequence id), for "error" the
+        message.
+    logprobs: per emitted id {token: Logprob}, the id itself first; None unless asked for.
+    text: decoded when it is first read; empty when the runner has no tokenizer.
     """
 
     index: int
     token_ids: list[int]
     finish_reason: str
     stop_reason: int | str | None
-    decode: Callable[[Sequence[int]], str] = field(repr=False, compare=False)
+    logprobs: list[dict[int, Logprob]] | None
+    decode: Callable[[], str] = field(repr=False, compare=False)
 
     @cached_property
     def text(self) -> str:
-        return self.decode(self.token_ids)
+        return self.decode()
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Of all emitted ids; None unless logprobs were asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """The answer to one prompt; `prompt` is None when token ids were given."""
+    """The answer to one prompt; `prompt` is None when token ids were given.
+
+    prompt_logprobs: per id of the prompt {token: Logprob}, None for the first id, which nothing predicts; None unless asked
+        for, or when the prompt could not be read to its end.
+    outputs: one completion for each of `n`.
+    metrics: over all of them.
+    """
 
     request_id: int
     prompt: str | None
     prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     metrics: SpeculationMetrics
 
 
 @dataclass(frozen=True)
 class StreamOutput:
-    """What one step of a stream added.
+    """What one step of a stream added to one completion.
 
-    text: the text of the emitted ids, without special tokens; a character whose bytes are not complete comes with a later
-        piece. Empty when the runner has no tokenizer and when the caller wants ids only.
+    text: what the emitted ids add to the text; a character whose bytes are not complete, and what may be the beginning of
+        a stop text, come with a later piece. Empty when the runner has no tokenizer and when the caller wants ids only.
     token_ids: the emitted ids.
-    finish_reason: None until the last piece.
+    finish_reason, stop_reason: None until the last piece.
+    logprobs: as in CompletionOutput, of the emitted ids.
+    index: which of the prompt's completions.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    index: int = 0

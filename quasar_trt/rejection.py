@@ -2,7 +2,7 @@
 
 Words
     draft token   proposed by the drafter.
-    target p      the model's distribution of a row, after the request's own temperature, top-k and top-p.
+    target p      the model's distribution of a row, after the request's own parameters (docs/sampling.md).
     draft q       the distribution a draft token was drawn from, after the same transforms.
     accepted      a draft token that is kept; accepted tokens are a prefix of the draft.
     recovered     the token emitted in place of the first draft token that is not kept.
@@ -38,14 +38,14 @@ from quasar_trt.sampling import ACCEPT, SAMPLE, Sampler, Target
 
 
 def accept(
-    logits: np.ndarray, draft: Draft, sampler: Sampler, position: int, finishes: Callable[[int, int], bool]
+    logits: np.ndarray, draft: Draft, sampler: Sampler, position: int, finishes: Callable[[int], bool]
 ) -> Acceptance:
     """Accepts a prefix of one draft (a chain) and emits one token more.
 
     logits: [1 + len(draft), vocab] float32; row 0 belongs to the last committed token, row i to draft token i - 1.
     position: of the first emitted token in the sequence; keys the noise.
-    finishes: (token, how many were emitted before it in this step) -> whether the request ends with it. Nothing is
-        emitted after such a token: when it is a draft token, there is no recovered or bonus token.
+    finishes: called with each emitted token in turn; whether the request ends with it. Nothing is emitted after such a
+        token: when it is a draft token, there is no recovered or bonus token.
 
     Rows after the first rejection are not looked at. Raises QuasarError when row 0 has no finite maximum. A later row
     without one ends the step with the tokens before it, the last of which counts as not drafted: the next pass brings it
@@ -56,27 +56,29 @@ def accept(
         q = None if drafted is None or draft.probs is None or sampler.greedy else draft.probs[row]
         try:
             if q is None:
-                token = sampler.sample(logits[row], position + row)
+                token = sampler.sample(logits[row], position + row, emitted)
             else:
-                token = _ratio_test(logits[row], drafted, q, sampler, position + row)
+                token = _ratio_test(logits[row], drafted, q, sampler, position + row, emitted)
         except QuasarError:
             if row == 0:
                 raise
             break
         emitted.append(token)
+        if finishes(token):
+            return Acceptance(tuple(emitted), row + (token == drafted))
         if token != drafted:
             break
-        if finishes(token, row):
-            return Acceptance(tuple(emitted), row + 1)
     return Acceptance(tuple(emitted), len(emitted) - 1)
 
 
-def _ratio_test(logits: np.ndarray, drafted: int, q: np.ndarray, sampler: Sampler, position: int) -> int:
+def _ratio_test(
+    logits: np.ndarray, drafted: int, q: np.ndarray, sampler: Sampler, position: int, before: list[int]
+) -> int:
     """The drafted token when it passes, else the recovered token.
 
-    logits, q: [vocab] float32.
+    logits, q: [vocab] float32; before: the accepted draft tokens before the row.
     """
-    p = sampler.target(logits)
+    p = sampler.target(logits, before)
     if sampler.uniform(position, ACCEPT) * float(q[drafted]) < p.probability(drafted):
         return drafted
     recovered = Target(np.maximum(p.dense(len(logits)) - q, np.float32(0)))

@@ -1,4 +1,4 @@
-"""One request on its way through a runner."""
+"""One completion on its way through a runner."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from quasar_trt.detokenizer import Detokenizer
 from quasar_trt.drafters.base import Draft
-from quasar_trt.engines.base import Acceptance
+from quasar_trt.engines.base import Acceptance, SequenceStep
 from quasar_trt.errors import QuasarError
+from quasar_trt.logits_processors import LogitsProcessors
+from quasar_trt.logprobs import TokenLogprobs, token_logprobs
 from quasar_trt.metrics import SpeculationMetrics
 from quasar_trt.rejection import accept
 from quasar_trt.sampling import Sampler
@@ -21,9 +24,15 @@ ERROR = "error"
 class Request:
     """Prompt, emitted ids and everything that decides the next one.
 
+    sample_index: which of the prompt's completions this is. The first alone scores the prompt, where that is asked for.
+    detokenizer: where text is needed as the tokens come: for stop texts and for streams.
+    bad_words: the ids of each bad word.
+
     context: prompt and emitted ids; the drafter reads this very list.
+    siblings: the requests for all completions of the prompt, this one included.
     sequence: the engine's handle while the request is active, else None.
     num_cached: ids of the context whose rows are in the engine's cache.
+    logprobs, prompt_logprobs: one entry per emitted token, and per token of the prompt but the first; empty unless asked for.
     error: why the request failed, or None.
     """
 
@@ -35,17 +44,31 @@ class Request:
         params: SamplingParams,
         eos_token_ids: Sequence[int],
         max_seq_len: int,
+        *,
+        sample_index: int = 0,
+        detokenizer: Detokenizer | None = None,
+        bad_words: Sequence[Sequence[int]] = (),
     ):
         self.id = request_id
         self.prompt = prompt
+        self.params = params
+        self.sample_index = sample_index
         self.context = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.context)
-        self.sampler = Sampler(params)
-        self.stop = StopChecker(params, eos_token_ids, room=max_seq_len - self.num_prompt_tokens)
+        self.stop = StopChecker(params, eos_token_ids, max_seq_len - self.num_prompt_tokens, detokenizer)
+        processors = LogitsProcessors.for_request(params, self.context, self.stop.end_token_ids, bad_words)
+        self.sampler = Sampler(params, sample_index, processors)
         self.metrics = SpeculationMetrics()
+        self.siblings: Sequence[Request] = (self,)
         self.sequence: int | None = None
         self.num_cached = 0
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.error: str | None = None
+        self._scores_prompt = params.prompt_logprobs is not None and sample_index == 0
+        # Of the pass that was accepted last and is not committed yet.
+        self._new_logprobs: list[TokenLogprobs] = []
+        self._new_prompt_logprobs: list[TokenLogprobs] = []
 
     @property
     def token_ids(self) -> list[int]:
@@ -60,24 +83,75 @@ class Request:
     def stop_reason(self) -> int | str | None:
         return self.error or self.stop.stop_reason
 
+    @property
+    def num_shared_tokens(self) -> int:
+        """Ids of the prompt whose rows in the cache serve every completion; the row of the last one is each one's own."""
+        return self.num_prompt_tokens - 1
+
     def reaches_end(self, chunk: Sequence[int]) -> bool:
         """Whether the cache will hold the whole context once `chunk` has entered it."""
         return self.num_cached + len(chunk) == len(self.context)
 
-    def accept(self, logits: np.ndarray, draft: Draft) -> Acceptance:
-        """Acceptance of a draft, from its rows of logits; a first row that is no distribution ends this request alone."""
+    def step(self, chunk: Sequence[int], draft: Draft) -> SequenceStep:
+        """The request's part of a pass. A prompt that is scored comes in as a draft, so that all of its rows come back."""
+        if self._is_scoring:
+            return SequenceStep(self.sequence, chunk[:1], Draft((*chunk[1:], *draft.ids)))
+        return SequenceStep(self.sequence, chunk, draft, needs_logits=self.reaches_end(chunk))
+
+    def accept(self, logits: np.ndarray, chunk: Sequence[int], draft: Draft) -> Acceptance:
+        """Acceptance of what `step` gave for the same chunk and draft, from its rows of logits.
+
+        A row of the chunk that is no distribution ends this request alone.
+        """
+        first = self._num_scored(chunk)
         try:
-            return accept(logits, draft, self.sampler, len(self.context), self.stop.finishes)
+            self._new_prompt_logprobs = self._score_prompt(logits) if self._is_scoring else []
+            if not self.reaches_end(chunk):
+                return Acceptance((), first)
+            finishes = self.stop.ahead().emit
+            acceptance = accept(logits[first:], draft, self.sampler, len(self.context), finishes)
         except QuasarError as error:
             self.error = str(error)
             return Acceptance((), 0)
+        if (count := self.params.logprobs) is not None:
+            rows = zip(logits[first:], acceptance.emitted, strict=False)
+            self._new_logprobs = [token_logprobs(row, token, count) for row, token in rows]
+        return Acceptance(acceptance.emitted, first + acceptance.num_accepted_tokens)
 
-    def commit(self, acceptance: Acceptance) -> list[int]:
-        """Appends what was emitted, up to the id that finishes the request; returns what was appended."""
+    def advance(self, chunk: Sequence[int]) -> None:
+        """The cache holds a chunk of the prompt that is not its last."""
+        self._commit_prompt_logprobs()
+        self.num_cached += len(chunk)
+
+    def commit(self, chunk: Sequence[int], acceptance: Acceptance) -> tuple[list[int], int]:
+        """Appends what was emitted, up to the id that finishes the request.
+
+        Returns what was appended, and how many of its ids were draft tokens.
+        """
+        num_accepted_tokens = max(acceptance.num_accepted_tokens - self._num_scored(chunk), 0)
+        self._commit_prompt_logprobs()
         before = len(self.context)
         for token in acceptance.emitted:
             self.context.append(token)
             if self.stop.emit(token):
                 break
-        self.num_cached = before + acceptance.num_accepted_tokens
-        return self.context[before:]
+        self.num_cached = before + num_accepted_tokens
+        emitted = self.context[before:]
+        self.logprobs += self._new_logprobs[: len(emitted)]
+        return emitted, min(num_accepted_tokens, len(emitted))
+
+    @property
+    def _is_scoring(self) -> bool:
+        return self._scores_prompt and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def _num_scored(self, chunk: Sequence[int]) -> int:
+        """Rows of the chunk before its last one that come back, because the prompt is scored."""
+        return len(chunk) - 1 if self._is_scoring else 0
+
+    def _score_prompt(self, logits: np.ndarray) -> list[TokenLogprobs]:
+        rows = zip(logits, self.context[self.num_cached + 1 : self.num_prompt_tokens], strict=False)
+        return [token_logprobs(row, token, self.params.prompt_logprobs) for row, token in rows]
+
+    def _commit_prompt_logprobs(self) -> None:
+        self.prompt_logprobs += self._new_prompt_logprobs
+        self._new_prompt_logprobs = []

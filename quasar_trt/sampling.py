@@ -1,8 +1,10 @@
-"""From one row of logits to the target distribution p and a token: temperature, top-k, top-p, inverse CDF, keyed noise.
+"""From one row of logits to the target distribution p and a token.
+
+The request's logits processors, temperature, min-p, top-k, top-p, then one keyed uniform through the inverse CDF.
 
 All randomness is a pure function of (seed, sample index, position, stream), so a token depends on nothing but its own
-request: not on the drafter, the draft length, the neighbours or what was sampled before. One uniform goes through the
-inverse CDF in the order of token ids.
+request: not on the drafter, the draft length, the neighbours or what was sampled before. The inverse CDF runs in the order
+of token ids.
 
 Everything over the whole vocabulary is float32 and vectorised: a verify pass takes a few milliseconds, and sampling its
 rows must not show.
@@ -14,10 +16,12 @@ import hashlib
 import math
 import secrets
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 
 from quasar_trt.errors import QuasarError
+from quasar_trt.logits_processors import LogitsProcessors
 from quasar_trt.sampling_params import SamplingParams
 
 # Streams of noise at one position: they are independent of each other.
@@ -88,6 +92,15 @@ def _first_above(cumulative: np.ndarray, goal: float) -> tuple[int, float]:
     return index, goal - float(cumulative[index - 1]) if index else goal
 
 
+def most_probable(logits: np.ndarray, count: int) -> np.ndarray:
+    """Ascending ids of the `count` largest logits; equal ones at the border go to the lower ids."""
+    if count >= len(logits):
+        return np.arange(len(logits))
+    if count == 0:
+        return np.arange(0)
+    return _at_least(logits, np.partition(logits, -count)[-count], count)
+
+
 def _at_least(values: np.ndarray, border: np.float32, count: int) -> np.ndarray:
     """Ascending indices of the `count` largest of `values`, the smallest of which equals `border`.
 
@@ -104,11 +117,13 @@ def _at_least(values: np.ndarray, border: np.float32, count: int) -> np.ndarray:
 class Sampler:
     """Turns rows of logits into tokens for one sample of one request.
 
-    sample_index tells apart the samples drawn for the same prompt and seed.
+    sample_index: tells apart the completions of one prompt and seed.
+    processors: what the request's parameters do to a row before temperature; None for nothing.
     """
 
-    def __init__(self, params: SamplingParams, sample_index: int = 0):
+    def __init__(self, params: SamplingParams, sample_index: int = 0, processors: LogitsProcessors | None = None):
         self.params = params
+        self._processors = processors
         self.greedy = params.greedy
         self._seed = secrets.randbits(63) if params.seed is None else params.seed
         self._sample_index = sample_index
@@ -119,30 +134,36 @@ class Sampler:
     def uniform(self, position: int, stream: int) -> float:
         return uniform(self._seed, self._sample_index, position, stream)
 
-    def sample(self, logits: np.ndarray, position: int) -> int:
+    def sample(self, logits: np.ndarray, position: int, drafted: Sequence[int] = ()) -> int:
         """The token at `position` of the sequence, given its row of logits [vocab] float32.
+
+        drafted: the ids between the committed ones and the row, counted as emitted.
 
         Raises QuasarError for a row without a finite maximum (NaN, infinite, or everything masked).
         """
         if self.greedy:
+            if self._processors:
+                logits = self._processors(logits, drafted)
             token = int(logits.argmax())  # the first of equal maxima, and NaN before any number
-            _check_maximum(float(logits[token]))
+            check_maximum(float(logits[token]))
             return token
-        return self.target(logits).pick(self.uniform(position, SAMPLE))
+        return self.target(logits, drafted).pick(self.uniform(position, SAMPLE))
 
-    def target(self, logits: np.ndarray) -> Target:
-        """p of one row [vocab] float32 at a temperature above 0. Raises QuasarError as `sample` does.
+    def target(self, logits: np.ndarray, drafted: Sequence[int] = ()) -> Target:
+        """p of one row [vocab] float32 at a temperature above 0; `drafted` and QuasarError as in `sample`.
 
-        p = softmax(logits / temperature), restricted to the top_k largest logits, then to the smallest set of most
-        probable tokens that reaches top_p, then renormalised.
+        p = softmax(processed logits / temperature), restricted to tokens at least min_p times as probable as the most
+        probable one and to the top_k most probable, then to the smallest set of these that reaches top_p of what is left,
+        then renormalised.
         """
+        if self._processors:
+            logits = self._processors(logits, drafted)
         maximum = float(logits.max())
-        _check_maximum(maximum)
+        check_maximum(maximum)
         ids = None
         top_k = self.params.top_k
         if 0 < top_k < len(logits):
-            border = np.partition(logits, -top_k)[-top_k]
-            ids = _at_least(logits, border, top_k)
+            ids = most_probable(logits, top_k)
             logits = logits[ids]
         if len(self._scratch) < len(logits):
             self._scratch = np.empty(len(logits), np.float32)
@@ -151,6 +172,8 @@ class Sampler:
             np.subtract(logits, np.float32(maximum), out=weights)
             weights *= np.float32(self._scale)
             np.exp(weights, out=weights)
+        if self.params.min_p:  # the largest weight is 1
+            weights[weights < np.float32(self.params.min_p)] = 0.0
         target = Target(weights, ids)
         return target if self.params.top_p == 1.0 else self._nucleus(target)
 
@@ -168,7 +191,8 @@ class Sampler:
         return Target(weights[kept], kept if target.ids is None else target.ids[kept])
 
 
-def _check_maximum(maximum: float) -> None:
+def check_maximum(maximum: float) -> None:
+    """Raises QuasarError unless a row of logits with this maximum is a distribution."""
     if not math.isfinite(maximum):
         raise QuasarError(
             f"the engine gave a row of logits whose maximum is {maximum}, not a finite number; "

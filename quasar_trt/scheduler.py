@@ -14,7 +14,7 @@ import numpy as np
 
 from quasar_trt.draft_length import DraftLengths
 from quasar_trt.drafters.base import NO_DRAFT, Draft, Drafter, DraftRequest
-from quasar_trt.engines.base import Acceptance, Engine, SequenceStep
+from quasar_trt.engines.base import Acceptance, Engine
 from quasar_trt.errors import QuasarError
 from quasar_trt.metrics import SpeculationMetrics
 from quasar_trt.request import Request
@@ -53,6 +53,7 @@ class Scheduler:
         self.stats = SpeculationMetrics()
         self._engine = engine
         self._drafter = drafter
+        self._can_fork = engine.capabilities.fork
         self._max_rows = engine.capabilities.max_rows
         self._max_active = min(max_batch_size, self._max_rows)  # each active request has a row in every pass
         self._max_draft_len = max_draft_len if wanted is None else wanted
@@ -92,14 +93,11 @@ class Scheduler:
         def accept(index: int, logits: np.ndarray) -> Acceptance:
             nonlocal accept_seconds
             began = perf_counter()
-            acceptance = active[index].accept(logits, drafts[index])
+            acceptance = active[index].accept(logits, chunks[index], drafts[index])
             accept_seconds += perf_counter() - began
             return acceptance
 
-        batch = [
-            SequenceStep(request.sequence, chunk, draft, needs_logits=request.reaches_end(chunk))
-            for request, chunk, draft in zip(active, chunks, drafts, strict=True)
-        ]
+        batch = [request.step(chunk, draft) for request, chunk, draft in zip(active, chunks, drafts, strict=True)]
         acceptances = self._engine.step(batch, accept)  # rolls its caches back to what was accepted
         seconds = (drafted - started, perf_counter() - drafted - accept_seconds, accept_seconds)
 
@@ -108,10 +106,10 @@ class Scheduler:
             self._step_cost.observe(sum(1 + len(draft) for draft in drafts), seconds[1])
         for request, chunk, draft, acceptance in zip(active, chunks, drafts, acceptances, strict=True):
             request.metrics.add_seconds(*seconds)
-            if acceptance is None:
-                request.num_cached += len(chunk)
+            if request.reaches_end(chunk):
+                self._commit(request, chunk, draft, acceptance)
             else:
-                self._commit(request, draft, acceptance)
+                request.advance(chunk)
 
     def release(self, requests: Sequence[Request]) -> None:
         """Takes requests out, finished or not, and frees what they hold; those already out are left alone."""
@@ -126,11 +124,19 @@ class Scheduler:
                 self._waiting.remove(request)
 
     def _admit(self) -> None:
-        """Waiting requests become active while there is room."""
-        while self._waiting and len(self._active) < self._max_active:
-            sequence = self._engine.open()  # first: when it fails, the request still waits
-            request = self._waiting.popleft()
-            request.sequence = sequence
+        """Waiting requests become active while there is room; those whose prompt a sibling is about to share wait for it."""
+        for request in list(self._waiting):
+            if len(self._active) == self._max_active:
+                break
+            sharing = [each for each in request.siblings if each.sequence is not None] if self._can_fork else []
+            if sharing and sharing[0].num_cached < request.num_shared_tokens:
+                continue
+            # First: when it fails, the request still waits.
+            request.sequence = self._engine.fork(sharing[0].sequence) if sharing else self._engine.open()
+            if sharing:
+                request.num_cached = request.num_shared_tokens
+                self._engine.truncate(request.sequence, request.num_cached)
+            self._waiting.remove(request)
             self._active.append(request)
             if self._drafter:
                 self._drafter.start(request.id, request.context)
@@ -175,9 +181,8 @@ class Scheduler:
             drafts[index] = draft.first(length)
         return drafts
 
-    def _commit(self, request: Request, draft: Draft, acceptance: Acceptance) -> None:
-        emitted = request.commit(acceptance)
-        num_accepted_tokens = min(acceptance.num_accepted_tokens, len(emitted))
+    def _commit(self, request: Request, chunk: list[int], draft: Draft, acceptance: Acceptance) -> None:
+        emitted, num_accepted_tokens = request.commit(chunk, acceptance)
         for metrics in (request.metrics, self.stats):
             metrics.count(len(draft), num_accepted_tokens, len(emitted))
         if self._drafter and request.finish_reason is None:

@@ -66,9 +66,27 @@ def encode_chat(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[s
     return _one_bos(tokenizer, tokenizer(_utf8(text), add_special_tokens=False)["input_ids"])
 
 
-def decode(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
-    """Text of `ids` without special tokens."""
-    return tokenizer.decode(list(ids), skip_special_tokens=True)
+def decode(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+
+def bad_word_ids(tokenizer: PreTrainedTokenizerFast, words: Sequence[str]) -> list[list[int]]:
+    """The ids of each word as it stands at the beginning of a text and inside of one, after a space.
+
+    The second form counts when the space changes the first token and not the number of tokens, as vLLM has it.
+    Raises QuasarError for a word that has no tokens.
+    """
+    found = []
+    for word in words:
+        alone, after_space = (
+            tokenizer(_utf8(space + word.lstrip()), add_special_tokens=False)["input_ids"] for space in ("", " ")
+        )
+        if not alone:
+            raise QuasarError(f"bad_words has {word!r}, which the tokenizer gives no token; leave it out")
+        found.append(alone)
+        if len(after_space) == len(alone) and after_space[0] != alone[0]:
+            found.append(after_space)
+    return found
 
 
 def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:

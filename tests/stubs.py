@@ -184,7 +184,7 @@ class SamplingDrafter(Drafter):
         ids, probs = list(request.context), []
         for _ in range(min(request.limit, self.num_speculative_tokens)):
             row = self.logits(tuple(ids))
-            q = request.sampler.target(row)
+            q = request.sampler.target(row, ids[len(request.context) :])
             probs.append(q.dense(len(row)))
             ids.append(q.pick(request.sampler.uniform(len(ids), DRAFT)))
         return Draft(tuple(ids[len(request.context) :]), probs=np.stack(probs))
@@ -208,8 +208,9 @@ class ByteTokenizer:
     bos_token_id = None
     eos_token_id = 256
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": list(text.encode())}
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return bytes(token for token in token_ids if token < 256).decode(errors="replace")
+        end = b"" if skip_special_tokens else b"<end>"
+        return b"".join(bytes([token]) if token < 256 else end for token in token_ids).decode(errors="replace")

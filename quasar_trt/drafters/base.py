@@ -58,9 +58,9 @@ class DraftRequest:
     request_id: the id given to `start`.
     context: prompt and emitted ids so far; the runner appends to it, a drafter only reads it.
     limit: the most draft tokens this request can use now, >= 1.
-    sampler: the request's own temperature, filters and noise. A drafter with probabilities gets q from
-        `sampler.target(its logits)` and draws with `sampler.uniform(position, DRAFT)`, a stream of its own: draws that
-        share their noise with acceptance would bend the output's distribution.
+    sampler: the request's own parameters and noise. A drafter with probabilities gets q from
+        `sampler.target(its logits, the ids drafted before them)` and draws with `sampler.uniform(position, DRAFT)`, a
+        stream of its own: draws that share their noise with acceptance would bend the output's distribution.
     """
 
     request_id: int

@@ -50,11 +50,11 @@ def test_help_loads_no_heavy_package_and_lists_every_command():
     )
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert result.stdout.endswith("[]\n")
-    for command in ("build", "generate", "bench", "eval", "info"):
+    for command in ("build", "generate", "chat", "bench", "eval", "info"):
         assert f"\n  {command} " in result.stdout
 
 
-@pytest.mark.parametrize("command", ["build", "generate", "bench", "bench cells", "bench kernels", "info"])
+@pytest.mark.parametrize("command", ["build", "generate", "chat", "bench", "bench cells", "bench kernels", "info"])
 def test_help_of_each_command_fits_the_terminal(command):
     result = quasar_trt(*command.split(), "--help")
     assert result.returncode == 0 and result.stderr == ""
@@ -75,6 +75,7 @@ def test_defaults_shown_are_those_of_the_dataclasses():
     text = quasar_trt("generate", "--help").stdout
     assert "[suffix|ngram|none]" in text
     assert "[default: 16]" in text and "[default: 1.0]" in text
+    assert "[default: 16]" not in quasar_trt("chat", "--help").stdout
 
 
 @pytest.mark.parametrize(
@@ -103,6 +104,11 @@ def test_defaults_shown_are_those_of_the_dataclasses():
         (["generate", "d", "hello", "--temperature", "-1"], ["temperature is -1.0"]),
         (["generate", "d", "hello", "--top_p", "0"], ["top_p is 0.0"]),
         (["generate", "d", "hello", "--max-tokens", "0"], ["max_tokens is 0"]),
+        (["generate", "d", "hello", "--logit_bias", "5"], ["--logit-bias is '5'", "ID=BIAS"]),
+        (["generate", "d", "hello", "--n", "2", "--temperature", "0"], ["n is 2"]),
+        (["generate", "d", "hello", "--min-tokens", "20"], ["min_tokens is 20", "max_tokens"]),
+        (["chat", "d", "--repetition_penalty", "0"], ["repetition_penalty is 0.0"]),
+        (["chat", "/does/not/exist"], ["/does/not/exist"]),
         (["generate", "d", "hello", "--threads", "0"], ["--threads"]),
         (["generate", "d", "hello", "--drafter-option", "five"], ["'five'", "KEY=VALUE"]),
         (["bench"], ["quasar-trt bench cells", "Missing option '--int8'"]),

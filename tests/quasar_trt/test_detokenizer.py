@@ -1,4 +1,4 @@
-"""Streamed text: whole characters, each said once."""
+"""Streamed text: whole characters, each said once, nothing that a stop text takes back."""
 
 from __future__ import annotations
 
@@ -13,12 +13,22 @@ from quasar_trt.tokenizer import decode
 byte_decode = partial(decode, ByteTokenizer())
 
 
-def pieces(data: bytes, per_step: int, decode=byte_decode) -> list[str]:
-    detokenizer = Detokenizer(decode)
-    return [
-        detokenizer.push(list(data[i : i + per_step]), final=i + per_step >= len(data))
-        for i in range(0, len(data), per_step)
-    ]
+def pieces(data, per_step: int = 1, decode=byte_decode, stop=(), include_stop=False) -> list[str]:
+    """What is said after each step; after the end the text is what was said."""
+    detokenizer = Detokenizer(decode, stop, include_stop)
+    said, found = [], None
+    for begin in range(0, len(data), per_step):
+        for token in data[begin : begin + per_step]:
+            found = found or detokenizer.find_stop(detokenizer.push(token))
+            if found:
+                break
+        if found or begin + per_step >= len(data):
+            detokenizer.end()
+        said.append(detokenizer.say())
+        if found:
+            break
+    assert "".join(said) == detokenizer.text
+    return said
 
 
 @pytest.mark.parametrize("per_step", [1, 2, 5])
@@ -30,7 +40,7 @@ def test_deltas_join_to_the_text_without_half_characters(text, per_step):
 
 
 def test_character_cut_by_the_end_becomes_one_replacement():
-    assert pieces("a🙂".encode()[:3], 1) == ["a", "", "\ufffd"]
+    assert pieces("a🙂".encode()[:3]) == ["a", "", "\ufffd"]
 
 
 @pytest.mark.parametrize("per_step", [1, 3])
@@ -40,13 +50,12 @@ def test_invalid_bytes_are_shown_once(per_step):
 
 
 def test_special_tokens_give_no_text():
-    detokenizer = Detokenizer(byte_decode)
-    assert detokenizer.push([104, 105, 256], final=True) == "hi"
+    assert "".join(pieces([104, 105, 256])) == "hi"
 
 
 def test_leading_space_that_a_tokenizer_drops_is_kept_inside():
     """A tokenizer that drops the first space of whatever it decodes."""
-    found = pieces(b" a b c", 1, decode=lambda ids: bytes(ids).decode().removeprefix(" "))
+    found = pieces(b" a b c", decode=lambda ids: bytes(ids).decode().removeprefix(" "))
     assert "".join(found) == "a b c"
 
 
@@ -59,4 +68,51 @@ def test_characters_made_of_byte_tokens_that_fail_together():
         except UnicodeDecodeError:
             return "\ufffd" * len(ids)
 
-    assert "".join(pieces("é世🙂".encode(), 1, decode=byte_fallback)) == "é世🙂"
+    assert "".join(pieces("é世🙂".encode(), decode=byte_fallback)) == "é世🙂"
+
+
+@pytest.mark.parametrize("per_step", range(1, 14))
+@pytest.mark.parametrize(("include", "text"), [(False, "xx"), (True, "xxEND")])
+def test_stop_text_within_and_across_steps(per_step, include, text):
+    assert "".join(pieces(b"xxENDyyyyyyyy", per_step, stop=["END"], include_stop=include)) == text
+
+
+def test_what_may_begin_a_stop_text_is_held_back_until_it_is_decided():
+    assert pieces(b"xENENDz", stop=["END"]) == ["x", "", "", "EN", "", ""]
+    assert pieces(b"aEbEN", stop=["END", "bE!"]) == ["a", "", "E", "", "bEN"]
+
+
+def test_stop_text_within_one_token():
+    """Tokens of several characters: 0 is "a stop b st", 1 is "op c"."""
+    texts = ["a stop b st", "op c", "stop"]
+
+    def whole(ids):
+        return "".join(texts[token] for token in ids)
+
+    assert pieces([0, 1], decode=whole, stop=["stop"]) == ["a "]
+    assert pieces([0, 1], decode=whole, stop=["st", "stop"]) == ["a "]
+    assert pieces([0, 1], decode=whole, stop=["stop", "b s", "st"]) == ["a "]
+    assert pieces([0, 1], decode=whole, stop=["b stop"], include_stop=True) == ["a stop ", "b stop"]
+    assert pieces([1, 2], decode=whole, stop=["p", "op"], include_stop=True) == ["op"]
+    assert pieces([1, 2], decode=whole, stop=["cs"]) == ["op ", ""]
+
+
+def test_stop_text_found_before_is_not_found_again():
+    detokenizer = Detokenizer(byte_decode, ["ab"])
+    for token in b"ab":
+        detokenizer.push(token)  # not looked for: the request has to go on
+    assert detokenizer.say() == "ab"
+    assert detokenizer.find_stop(detokenizer.push(ord("c"))) is None
+    assert detokenizer.say() == "c"
+
+
+def test_copy_goes_on_by_itself():
+    detokenizer = Detokenizer(byte_decode, ["END"])
+    for token in "世".encode()[:2]:
+        detokenizer.push(token)
+    other = detokenizer.copy()
+    for token in b"\x96EN":
+        other.push(token)
+    assert (detokenizer.text, other.text) == ("", "世EN")
+    detokenizer.push(0x96)
+    assert (detokenizer.say(), other.say()) == ("世", "世")

@@ -26,7 +26,7 @@ class FixedSampler(Sampler):
         return self.u_accept if stream == ACCEPT else self.u_sample
 
 
-def never(_token: int, _num_before: int) -> bool:
+def never(_token: int) -> bool:
     return False
 
 
@@ -197,22 +197,22 @@ def test_accepted_tokens_are_a_prefix(name, chain, drafted, emitted, accepted, t
 
 def test_nothing_is_emitted_after_a_finishing_token():
     rows = np.stack([one_hot_logits(token, 10) for token in (4, 5, 2, 9, 9)])
-    result = accept(
-        rows, Draft((4, 5, 2, 9)), Sampler(SamplingParams(temperature=0)), 0, lambda token, num_before: token == 2
-    )
+    result = accept(rows, Draft((4, 5, 2, 9)), Sampler(SamplingParams(temperature=0)), 0, lambda token: token == 2)
     assert (result.emitted, result.num_accepted_tokens) == ((4, 5, 2), 3)
 
 
-def test_finishes_is_told_how_many_tokens_come_before():
-    seen = []
+@pytest.mark.parametrize(("drafted", "seen"), [((4, 5), [4, 5, 6]), ((4, 9), [4, 5]), ((), [4])])
+def test_finishes_is_asked_about_each_emitted_token_in_turn(drafted, seen):
+    asked = []
     rows = np.stack([one_hot_logits(token, 10) for token in (4, 5, 6)])
+    accept(rows, Draft(drafted), Sampler(SamplingParams(temperature=0)), 0, asked.append)
+    assert asked == seen
 
-    def finishes(token: int, num_before: int) -> bool:
-        seen.append((token, num_before))
-        return num_before == 1
 
-    accept(rows, Draft((4, 5)), Sampler(SamplingParams(temperature=0)), 0, finishes)
-    assert seen == [(4, 0), (5, 1)]
+def test_rejected_draft_token_may_be_followed_by_the_end():
+    rows = np.stack([one_hot_logits(token, 10) for token in (4, 5, 6)])
+    result = accept(rows, Draft((4, 9)), Sampler(SamplingParams(temperature=0)), 0, lambda token: token == 5)
+    assert (result.emitted, result.num_accepted_tokens) == ((4, 5), 1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -52,8 +52,15 @@ def test_stream_of_ids_only_decodes_nothing():
 
 
 def test_stream_output_is_plain_data():
-    piece = StreamOutput("a", [97], None)
-    assert dataclasses.asdict(piece) == {"text": "a", "token_ids": [97], "finish_reason": None}
+    piece = StreamOutput("a", [97], "stop", "a")
+    assert dataclasses.asdict(piece) == {
+        "text": "a",
+        "token_ids": [97],
+        "finish_reason": "stop",
+        "stop_reason": "a",
+        "logprobs": None,
+        "index": 0,
+    }
     assert pickle.loads(pickle.dumps(piece)) == piece
 
 

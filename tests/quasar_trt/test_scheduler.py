@@ -43,10 +43,10 @@ def test_stream_goes_on_with_its_own_ids_after_a_neighbour_was_interrupted(error
     runner = Runner(engine, drafter=drafter)
     accept = Request.accept
 
-    def interrupted_accept(request, rows, draft):
+    def interrupted_accept(request, *args):
         if place == "accept" and request.context[0] == 4:
             raise error("stopped")
-        return accept(request, rows, draft)
+        return accept(request, *args)
 
     def interrupted_observe(request_id, emitted, num_accepted_tokens):
         if request_id == 1:
