@@ -77,6 +77,8 @@ struct Kernels {
                         int head, int begin, int end, float* partials, float* scratch);
   // out [head] = the attention of one query from its partials, which lie `stride` floats apart and are overwritten.
   void (*join_chunks)(float* partials, int stride, int length, int head, float* out);
+  // The first of the blocks of 16 from `from` on, below n, that holds a number above `least`; n or more if there is none.
+  int (*find_above)(const float* x, int from, int n, float least);
 };
 
 const Kernels* portable_kernels();

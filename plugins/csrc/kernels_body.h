@@ -262,8 +262,13 @@ void linear_bf16(const Weight& w, const float* x, int stride, int rows, int begi
   linear(TileBf16{w, x, stride}, rows, begin, end, out);
 }
 
+int find_above(const float* x, int from, int n, float least) {
+  while (from < n && !any_above(load(x + from), set1(least))) from += 16;
+  return from;
+}
+
 constexpr Kernels table(const char* name) {
-  return {name, rms_norm, silu_mul, quantize8, quantize16, linear_w8a8, linear_w8a16, linear_bf16, attend_chunks, join_chunks};
+  return {name, rms_norm, silu_mul, quantize8, quantize16, linear_w8a8, linear_w8a16, linear_bf16, attend_chunks, join_chunks, find_above};
 }
 
 }  // namespace

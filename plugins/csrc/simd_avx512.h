@@ -21,6 +21,7 @@ inline F mul(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline F div(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline bool any_above(F a, F b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ) != 0; }  // NaN is not
 inline F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
 
 // Lane i gets lane i ^ H.

@@ -21,6 +21,7 @@ inline F mul(F a, F b) { QUASAR_LANES a.v[i] *= b.v[i]; return a; }
 inline F div(F a, F b) { QUASAR_LANES a.v[i] /= b.v[i]; return a; }
 inline F fma(F a, F b, F c) { QUASAR_LANES a.v[i] = std::fma(a.v[i], b.v[i], c.v[i]); return a; }
 inline F max(F a, F b) { QUASAR_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+inline bool any_above(F a, F b) { bool any = false; QUASAR_LANES any |= a.v[i] > b.v[i]; return any; }
 inline F min(F a, F b) { QUASAR_LANES a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
 
 // Lane i gets lane i ^ H.

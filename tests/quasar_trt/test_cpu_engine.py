@@ -18,17 +18,18 @@ from quasar_trt.engines.cpu import CpuEngine
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
 from quasar_trt.errors import QuasarError
 from quasar_trt.plugins import native
-from quasar_trt.recipe import Recipe
+from quasar_trt.recipe import LM_HEADS, RESCORED, Recipe
 
 # Every linear of a layer is BF16 in one of the three layers and INT8 in another.
 MIXED = ("*.0.mlp.fc", "*.0.mlp.gate", "*.1.attention.*", "*.2.mlp.proj")
 RECIPES = {
     "bf16": Recipe("none"),
     "int8": Recipe("int8"),
-    "int8 with int8 head": Recipe("int8", rotate=False, quantize_lm_head=True),
+    "int8 with int8 head": Recipe("int8", rotate=False, lm_head="int8"),
+    "int8 with rescored head": Recipe("int8", lm_head="rescored"),
     "mixed": Recipe("int8", exclude=MIXED),
     "16-bit activations": Recipe("int8", activations=16),
-    "mixed, 16-bit activations": Recipe("int8", activations=16, exclude=MIXED, quantize_lm_head=True),
+    "mixed, 16-bit activations": Recipe("int8", activations=16, exclude=MIXED, lm_head="int8"),
 }
 SIZES = {  # with the columns of the Hadamard blocks before attention.dense and mlp.proj
     "plain": {},  # 16 and 16
@@ -275,7 +276,7 @@ def test_when_accept_fails_every_sequence_is_as_it_was(packed, failure):
 
 
 @pytest.mark.parametrize("sizes", ["odd head", "odd head norms"])  # sizes that are padded inside the engine
-@pytest.mark.parametrize("recipe", ["bf16", "int8", "mixed, 16-bit activations"])
+@pytest.mark.parametrize("recipe", ["bf16", "int8", "int8 with rescored head", "mixed, 16-bit activations"])
 def test_a_nan_stays_in_its_sequence_and_does_not_outlive_it(packed, recipe, sizes, tmp_path):
     config, chosen, tensors, _ = packed(recipe, sizes)
     tensors = dict(tensors)
@@ -302,6 +303,27 @@ def test_a_nan_score_makes_the_row_nan(packed, isa, tmp_path):
     compile_cpu(config, chosen, tensors, tmp_path / "rank0.engine")
     engine = CpuEngine(tmp_path / "rank0.engine", max_seq_len=64, isa=isa)
     assert np.isnan(prefill(engine, [1, 2, 3])[1]).all()
+
+
+@pytest.mark.parametrize("isa", native.isa_names())
+@pytest.mark.parametrize("sizes", ["plain", "odd head", "narrow blocks"])
+def test_a_rescored_head_has_the_best_logits_of_the_bf16_head_and_the_others_of_the_int8_head(sizes, isa, tmp_path):
+    ids, rows = random_ids(tiny_checkpoint(3)[0], 40), {}
+    for head in LM_HEADS:
+        config, recipe, tensors = tiny_checkpoint(3, Recipe("int8", lm_head=head), **SIZES[sizes])
+        for name in ("lm_head.weight", "lm_head.per_channel_scale"):
+            if name in tensors:  # equal rows, among which the last of the best are
+                same = tensors[name].flatten(0, -2) if name.endswith("weight") else tensors[name].view(-1, 1)
+                tensors[name] = torch.cat([same[:50], same[50:51].expand(81, -1)]).view(tensors[name].shape)
+        compile_cpu(config, recipe, tensors, tmp_path / head)
+        engine = CpuEngine(tmp_path / head, max_seq_len=64, isa=isa)
+        rows[head] = rows_of(engine, [SequenceStep(engine.open(), ids[:1], Draft(tuple(ids[1:])))])[0]
+    best = np.argsort(-rows["int8"], axis=1, kind="stable")[:, :RESCORED]  # of equal logits the lower ids
+    assert any({50} < set(ids) & set(range(50, 131)) < set(range(50, 131)) for ids in best.tolist())
+    expected = rows["int8"].copy()
+    np.put_along_axis(expected, best, np.take_along_axis(rows["bf16"], best, axis=1), axis=1)
+    assert (rows["int8"] != rows["bf16"]).mean() > 0.9
+    np.testing.assert_array_equal(rows["rescored"], expected)
 
 
 def test_logits_that_a_caller_keeps_are_read_only_and_stay_valid(packed):

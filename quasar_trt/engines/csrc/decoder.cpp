@@ -1,5 +1,7 @@
 #include "decoder.h"
 
+#include "best_logits.h"
+
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
@@ -33,8 +35,12 @@ Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, int threads,
   }
   prepare(normed_, weights_.head);
   const int widest = std::max({normed_.stride, attended_.stride, gated_.stride});
-  for (auto& scratch : scratch_)
+  for (auto& scratch : scratch_) {
     scratch.floats.resize(std::max(widest, kMaxQueries * (kChunk + shape.head)));
+    if (!weights_.head_rows) continue;
+    scratch.head_block.resize(padded(shape.hidden, 2) * kBlock);
+    scratch.best.reserve(best_logits_room(shape.rescored));
+  }
 }
 
 void Decoder::check(const std::vector<Part>& parts, const int32_t* tokens, int& rows) const {
@@ -286,6 +292,30 @@ void Decoder::logits(int thread) {
   quantize(weights_.head, normed_, count, thread);
   pool_.barrier();
   linear(weights_.head, normed_, count, shape_.vocab, {logits_->get(), padded(shape_.vocab), Epilogue::kStore}, thread);
+  if (!weights_.head_rows) return;
+  pool_.barrier();
+  for (int i = begin; i < end; ++i) rescore(i, thread);
+}
+
+// The best logits of a row become those of the BF16 head: its rows are packed for the kernel that computes them there.
+void Decoder::rescore(int row, int thread) {
+  auto& [floats, block, best, keys, values, own, shared] = scratch_[static_cast<size_t>(thread)];
+  const int hidden = shape_.hidden;
+  float* logits = logits_->get() + static_cast<int64_t>(row) * padded(shape_.vocab);
+  const float* x = normed_.floats.get() + static_cast<int64_t>(row) * normed_.stride;
+  best_logits(*kernels_, logits, shape_.vocab, shape_.rescored, best);
+  for (size_t first = 0; first < best.size(); first += kBlock) {
+    const size_t last = std::min(first + kBlock, best.size());
+    for (size_t c = first; c < last; ++c) {
+      const uint16_t* from = weights_.head_rows + static_cast<int64_t>(best[c]) * hidden;
+      uint16_t* to = block.get() + (c - first) * 2;
+      for (int k = 0; k + 1 < hidden; k += 2, to += 2 * kBlock) std::memcpy(to, from + k, 2 * sizeof(uint16_t));
+      if (hidden % 2) *to = from[hidden - 1];
+    }
+    float y[kBlock];
+    kernels_->linear_bf16({block.get(), nullptr, nullptr, hidden}, x, normed_.stride, 1, 0, 1, {y, kBlock, Epilogue::kStore});
+    for (size_t c = first; c < last; ++c) logits[best[c]] = y[c - first];
+  }
 }
 
 }  // namespace quasar

@@ -40,6 +40,7 @@ class Buffer {
 struct DecoderShape {
   int layers, hidden, intermediate, heads, kv_heads, head, vocab;
   float norm_epsilon;
+  int rescored;  // logits of each row, where the head has BF16 rows too
   int max_rows, max_seq_len;
 
   int qkv() const { return (heads + 2 * kv_heads) * head; }
@@ -66,6 +67,7 @@ struct DecoderWeights {
   std::vector<LayerWeights> layers;
   const float* final_norm;
   Linear head;
+  const uint16_t* head_rows;  // [vocab, hidden] bfloat16, which the best logits are computed from again; null: they stand
   const float *cos, *sin;  // [max_seq_len, head / 2]
 };
 
@@ -110,6 +112,7 @@ class Decoder {
   void quantize(const Linear& reader, Activations& x, int rows, int thread);
   void linear(const Linear& linear, const Activations& x, int rows, int n, Output out, int thread);
   void logits(int thread);
+  void rescore(int row, int thread);
 
   const DecoderShape shape_;
   const DecoderWeights weights_;
@@ -133,6 +136,8 @@ class Decoder {
   std::vector<std::vector<AttentionPiece>> attention_pieces_;  // of each thread
   struct Scratch {
     Buffer<float> floats;
+    Buffer<uint16_t> head_block;                // rows of the head, packed as a block of a linear
+    std::vector<int32_t> best;                  // ids of a row's best logits
     std::vector<const uint16_t*> keys, values;  // pages of one sequence, layer and key/value head
     Partials own, shared;                       // of tasks of this thread alone; of the task that others finish
   };
