@@ -16,7 +16,7 @@ from quasar_trt.checkpoint import checkpoint_spec
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import Recipe
-from quasar_trt.tokenizer import encode
+from quasar_trt.tokenizer import check_ids, encode
 
 CALIB_SIZE, CALIB_MAX_SEQ_LENGTH = 16, 256
 
@@ -68,7 +68,8 @@ def calibration_texts(
             raise QuasarError(
                 f"calib_dataset {wanted.dataset} needs a tokenizer, and {source.path} has none; leave it out"
             )
-        given, origin = dataset_ids(Path(wanted.dataset), tokenizer, wanted.size, wanted.length), str(wanted.dataset)
+        given = dataset_ids(Path(wanted.dataset), tokenizer, source.config.vocab_size, wanted.size, wanted.length)
+        origin = str(wanted.dataset)
         if len(given) < wanted.size:
             source.notices.append(
                 f"calibration file {wanted.dataset} has {len(given)} usable texts, {wanted.size} were requested"
@@ -93,7 +94,7 @@ def _own_text(vocab_size: int, tokenizer, wanted: Calibration) -> tuple[list[lis
     if tokenizer is None:
         random = np.random.default_rng(wanted.seed)
         return random.integers(vocab_size, size=(wanted.size, wanted.length)).tolist(), "random ids"
-    return dataset_ids(_OWN_TEXT, tokenizer, wanted.size, wanted.length), "text of the package"
+    return dataset_ids(_OWN_TEXT, tokenizer, vocab_size, wanted.size, wanted.length), "text of the package"
 
 
 def read_dataset(path: Path) -> list[str]:
@@ -129,10 +130,10 @@ def _row_text(path: Path, number: int, line: str) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def dataset_ids(path: Path, tokenizer, count: int, length: int) -> list[list[int]]:
+def dataset_ids(path: Path, tokenizer, vocab_size: int, count: int, length: int) -> list[list[int]]:
     """The first `count` texts of the file as token ids, each cut to `length`; fewer when the file has fewer.
 
-    Raises as `read_dataset`, and when all of these texts encode to nothing.
+    Raises as `read_dataset`, when all of these texts encode to nothing, and for an id outside of the vocabulary.
     """
     samples = [encode(tokenizer, text)[:length] for text in read_dataset(path)[:count]]
     samples = [ids for ids in samples if ids]
@@ -140,4 +141,6 @@ def dataset_ids(path: Path, tokenizer, count: int, length: int) -> list[list[int
         raise QuasarError(
             f"the texts of calibration file {path} encode to no tokens; give text in the model's alphabet"
         )
+    for ids in samples:
+        check_ids(ids, vocab_size, f"calibration file {path}")
     return samples
