@@ -55,11 +55,19 @@ def writes_itself(config: ModelConfig) -> bool:
 
 
 def calibration_texts(
-    source: Source, tokenizer, recipe: Recipe, wanted: Calibration, longest: int, scratch: Path, stages: Stages
+    source: Source,
+    tokenizer,
+    recipe: Recipe,
+    wanted: Calibration,
+    longest: int,
+    scratch: Path,
+    stages: Stages,
+    measured: bool,
 ) -> Texts:
     """The texts of one build, all that the model writes in one batch.
 
     tokenizer: None where the source has none. longest: the most tokens that the model allows. scratch: for a temporary file.
+    measured: whether the build measures fidelity, if the model writes its own texts.
     Raises QuasarError for a calibration file that gives nothing, and without a tokenizer for any.
     """
     given, origin = [], "self-generated"
@@ -81,7 +89,11 @@ def calibration_texts(
     size = wanted.size if recipe.quantized and not given else 0
     unseen_seed = wanted.seed + _UNSEEN_SEED
     texts = new_texts(tokenizer, source.config.vocab_size, size, wanted.length, wanted.seed)
-    texts += new_texts(tokenizer, source.config.vocab_size, _UNSEEN_SAMPLES, min(_UNSEEN_LENGTH, longest), unseen_seed)
+    if measured:
+        length = min(_UNSEEN_LENGTH, longest)
+        texts += new_texts(tokenizer, source.config.vocab_size, _UNSEEN_SAMPLES, length, unseen_seed)
+    if not texts:
+        return Texts(given, origin)
     steps = max(text.length for text in texts)
     with source_engine(Converter(source), steps, scratch) as engine:
         write(engine, texts, stages.stage("Writing text", steps))
