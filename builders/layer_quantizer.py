@@ -98,7 +98,7 @@ class LayerQuantizer:
     def _choose(self, group: Group, x: Tensor, weight: Tensor, block: int) -> Choice:
         trial = Trial(x, weight, block, self._recipe.activations)
         if self._recipe.smoothquant is not None:
-            s = smoother(x.abs().amax(dim=0), weight.abs().amax(dim=0), self._recipe.smoothquant)
+            s = smoother(x.abs().amax(dim=0), trial.weight_maxima, self._recipe.smoothquant)
             choice = Choice(self._recipe.smoothquant, "max", trial.error(s), s)
         elif self._recipe.rotate and group.norm is not None:
             s = torch.ones(x.shape[1])  # a rotated stream has no channel that stands out
