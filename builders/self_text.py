@@ -21,7 +21,7 @@ from quasar_trt.engines import default_engine
 from quasar_trt.engines.base import Acceptance, Engine, SequenceStep
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
 from quasar_trt.recipe import Recipe
-from quasar_trt.tokenizer import chat_text, encode
+from quasar_trt.tokenizer import chat_text, check_ids, encode
 
 _MARK = "<<content>>"
 
@@ -38,6 +38,8 @@ class SelfText:
 def new_texts(tokenizer, vocab_size: int, count: int, length: int, seed: int) -> list[SelfText]:
     """`count` beginnings: every other one opens a chat message where there is a chat template, and each goes on with an
     ordinary token drawn from the whole vocabulary, which is what makes the texts varied. `tokenizer` may be None.
+
+    Raises QuasarError when a text begins with a token outside of the vocabulary.
     """
     prefixes, ordinary = [[]], list(range(vocab_size))
     if tokenizer is not None:
@@ -47,6 +49,8 @@ def new_texts(tokenizer, vocab_size: int, count: int, length: int, seed: int) ->
         if tokenizer.chat_template:
             opening = chat_text(tokenizer, [{"role": "user", "content": _MARK}], add_generation_prompt=False)
             prefixes.append(tokenizer(opening.split(_MARK)[0], add_special_tokens=False)["input_ids"])
+    for prefix in prefixes:
+        check_ids(prefix, vocab_size, "the beginning of a text by this tokenizer")
     texts = []
     for i in range(count):
         random = np.random.default_rng([seed, i])

@@ -10,6 +10,7 @@ from quasar_trt.builders.convert import Converter
 from quasar_trt.builders.self_text import SelfText, new_texts, source_engine, write
 from quasar_trt.builders.source import open_source
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
+from quasar_trt.errors import QuasarError
 from quasar_trt.recipe import Recipe
 from quasar_trt.tokenizer import load_tokenizer
 
@@ -61,6 +62,14 @@ def test_every_other_text_opens_a_chat_message(tmp_path):
     assert [len(text.ids) for text in texts] == [1, len(opening) + 1] * 2
     assert texts[1].ids[:-1] == texts[3].ids[:-1] == opening
     assert all(text.ids[-1] < 256 for text in texts)  # neither the end token nor an id without a token
+
+
+def test_an_opening_outside_of_the_vocabulary_is_refused(tmp_path):
+    save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    largest = max(tokenizer("user: ")["input_ids"])
+    with pytest.raises(QuasarError, match=f"token id {largest}; allowed: 0 to {largest - 1}"):
+        new_texts(tokenizer, largest, 2, 50, 0)
 
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])
