@@ -12,7 +12,7 @@ from quasar_trt.builders.source import open_source
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
 from quasar_trt.errors import QuasarError
 from quasar_trt.recipe import Recipe
-from quasar_trt.tokenizer import load_tokenizer
+from quasar_trt.tokenizer import encode, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +86,11 @@ def test_the_source_as_an_engine_writes(name, tmp_path, monkeypatch):
     config, tensors = checkpoint_tensors(model)
     plain = ReferenceEngine(ReferenceModel(config, Recipe("none"), tensors), max_seq_len=16)
     assert found == written(plain, new_texts(None, 131, 2, 16, 0))
+
+
+def test_a_template_that_refuses_a_single_user_message_gives_no_chat_beginnings(tmp_path):
+    save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.chat_template = "{{ raise_exception('a system message comes first') }}"
+    texts = new_texts(tokenizer, len(tokenizer), 4, 8, seed=0)
+    assert [len(text.ids) for text in texts] == [1 + len(encode(tokenizer, ""))] * 4
