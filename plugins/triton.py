@@ -21,7 +21,8 @@ def _run(launch: Launch, grid: tuple[int, ...], *arguments: Tensor | int | None)
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise ValueError(f"the input is on {device}; Triton's kernels run on a CUDA device")
     contiguous = [a.contiguous() if isinstance(a, Tensor) else a for a in arguments]
-    launch.kernel[grid](*contiguous, **dict(launch.constants), **launch.options)
+    constants = {name: value for name, value in launch.constants if value is not None}  # None is among the arguments
+    launch.kernel[grid](*contiguous, **constants, **launch.options)
 
 
 def _vector(vector: Tensor | None, size: int, what: str) -> Tensor | None:
