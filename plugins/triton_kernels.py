@@ -132,7 +132,7 @@ def rms_norm_quantize(
     _quantize_row(x + row * K, None, factor, weight, q + row * K, scale + row, K, WIDTH, 0, LIMIT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def linear(
     q,
     scale,

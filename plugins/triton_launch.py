@@ -24,7 +24,7 @@ class Tile(NamedTuple):
 
 # Rows of a tile -> the tile. All fit into 48 KiB of shared memory, which a kernel gets without asking the driver for more.
 # That of few rows streams weights: a program reads 512 columns of 16 channels while the next 512 are on their way.
-TILES = {16: Tile(16, 512, 2, 3), 32: Tile(32, 256, 4, 3), 64: Tile(64, 128, 4, 2), 128: Tile(128, 64, 8, 2)}
+TILES = {16: Tile(16, 512, 2, 3), 32: Tile(32, 256, 4, 3), 64: Tile(64, 128, 4, 2), 128: Tile(64, 64, 8, 3)}
 
 WIDEST_ROW = 8192  # that registers and, for a Hadamard transform, shared memory hold at once
 PART_OF_WIDER_ROW = 4096  # Hadamard blocks do not reach across parts
