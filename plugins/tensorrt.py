@@ -32,10 +32,11 @@ def _quantized(x: trtp.TensorDesc, activations: int) -> tuple[trtp.TensorDesc, t
     return q, trtp.from_shape_expr(tuple(leading), trt.DataType.FLOAT)
 
 
-def _columns(x: trtp.TensorDesc, vector: trtp.TensorDesc) -> int:
+def _columns(vector: trtp.TensorDesc, *inputs: trtp.TensorDesc) -> int:
     (k,) = vector.shape
-    if x.shape[-1] != k:
-        raise ValueError(f"the input has {x.shape[-1]} columns, its vector {k}; they must be equal")
+    for x in inputs:
+        if x.shape[-1] != k:
+            raise ValueError(f"an input has {x.shape[-1]} columns, its vector {k}; they must be equal")
     return k
 
 
@@ -67,7 +68,7 @@ def _smooth_quantize_types(x, inv_smoother, outputs) -> list[trtp.AutoTuneCombin
 
 @trtp.aot_impl("quasar::smooth_quantize")
 def _smooth_quantize_kernel(x, inv_smoother, hadamard, activations, sm, outputs, tactic) -> Implementation:
-    launch = triton_launch.smooth_quantize(_columns(x, inv_smoother), True, hadamard, activations)
+    launch = triton_launch.smooth_quantize(_columns(inv_smoother, x), True, hadamard, activations)
     return _implementation(launch, {"x": x}, sm, (), _rows(outputs[1]))
 
 
@@ -93,7 +94,7 @@ def _silu_mul_smooth_quantize_types(gate, up, inv_smoother, outputs) -> list[trt
 def _silu_mul_smooth_quantize_kernel(
     gate, up, inv_smoother, hadamard, activations, sm, outputs, tactic
 ) -> Implementation:
-    launch = triton_launch.silu_mul_smooth_quantize(_columns(gate, inv_smoother), hadamard, activations)
+    launch = triton_launch.silu_mul_smooth_quantize(_columns(inv_smoother, gate, up), hadamard, activations)
     return _implementation(launch, {"gate": gate, "up": up}, sm, (), _rows(outputs[1]))
 
 
@@ -112,7 +113,7 @@ def _rms_norm_quantize_types(x, weight, outputs) -> list[trtp.AutoTuneCombinatio
 
 @trtp.aot_impl("quasar::rms_norm_quantize")
 def _rms_norm_quantize_kernel(x, weight, eps, activations, sm, outputs, tactic) -> Implementation:
-    launch = triton_launch.rms_norm_quantize(_columns(x, weight), eps, activations)
+    launch = triton_launch.rms_norm_quantize(_columns(weight, x), eps, activations)
     return _implementation(launch, {"x": x, "weight": weight}, sm, (), _rows(outputs[1]))
 
 

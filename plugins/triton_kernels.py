@@ -1,7 +1,7 @@
 """The quantized operations as Triton kernels.
 
 Every kernel takes pointers to its inputs, then int32 scalars, then pointers to its outputs: the order in which TensorRT
-passes them. What a model fixes (k, n, Hadamard blocks, eps) are compile-time constants. A program of a quantizing kernel has
+passes them. What a model fixes (k, n, Hadamard blocks, eps) is constant at compile time. A program of a quantizing kernel has
 one row, a program of the linear one tile of the output.
 
 Arithmetic follows `quasar_trt.plugins.reference`: divisions and roots are correctly rounded, and launches turn the fusing

@@ -15,7 +15,9 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from quasar_trt.cli import fail
 from quasar_trt.cli_output import check_outputs, save_json
+from quasar_trt.errors import QuasarError
 from quasar_trt.machine import describe_machine
 from quasar_trt.tables import FigureTable
 
@@ -53,7 +55,8 @@ def kernel_tests() -> Outcome:
     run = subprocess.run([sys.executable, "-m", "pytest", *KERNEL_TESTS], capture_output=True, text=True, check=False)
     counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", run.stdout)}
     failure = "" if run.returncode == 0 else "\n".join(run.stdout.splitlines()[-20:])
-    return Outcome(counts, [FigureTable("kernel tests", ("outcome", "tests"), [*_text_rows(counts)])], failure)
+    rows = [(word, str(count)) for word, count in counts.items()]
+    return Outcome(counts, [FigureTable("kernel tests", ("outcome", "tests"), rows)], failure)
 
 
 def kernel_times() -> Outcome:
@@ -69,10 +72,6 @@ def kernel_times() -> Outcome:
 PARTS: dict[str, Callable[[], Outcome]] = {"kernel tests": kernel_tests, "kernel times": kernel_times}
 
 
-def _text_rows(counts: Mapping[str, int]):
-    return ((word, str(count)) for word, count in counts.items())
-
-
 def run_parts(parts: Mapping[str, Callable[[], Outcome]], console: Console) -> tuple[dict, bool]:
     """Runs and prints each part: ({part: {"figures", "failure"} or {"not_run": why}}, whether all ran without a failure)."""
     results, sound = {}, True
@@ -83,6 +82,8 @@ def run_parts(parts: Mapping[str, Callable[[], Outcome]], console: Console) -> t
             results[name], sound = {"not_run": str(reason)}, False
             console.print(f"{name}: not run, {reason}", highlight=False, markup=False)
             continue
+        except Exception as error:  # the other parts still count, and machines with a GPU are dear
+            outcome = Outcome({}, failure=f"{type(error).__name__}: {error}")
         for table in outcome.tables:
             console.print(table.terminal(), "")
         if outcome.failure:
@@ -96,7 +97,10 @@ def run_parts(parts: Mapping[str, Callable[[], Outcome]], console: Console) -> t
 @click.argument("output", type=click.Path(path_type=Path))
 def main(output: Path) -> None:
     """Runs every part and saves OUTPUT, a JSON file. The exit code is 0 when all parts ran without a failure."""
-    check_outputs({"OUTPUT": output})
+    try:
+        check_outputs({"OUTPUT": output})
+    except QuasarError as error:
+        fail(str(error))
     results, sound = run_parts(PARTS, Console())
     save_json(output, {"environment": describe_machine(), "parts": results})
     click.echo(f"saved {output}")

@@ -130,7 +130,7 @@ def test_the_linears_accept_bf16_and_fp32_outputs(plugin):
 
 
 def test_a_vector_of_another_length_is_refused(plugin):
-    with pytest.raises(ValueError, match="the input has 1536 columns, its vector 1024; they must be equal"):
+    with pytest.raises(ValueError, match="an input has 1536 columns, its vector 1024; they must be equal"):
         quantizing(plugin, "smooth_quantize", X, ((1024,), FP32), hadamard=0)
 
 

@@ -70,10 +70,25 @@ def test_a_part_that_cannot_run_says_why_and_the_others_run():
     assert out.getvalue().startswith("a: not run, no TensorRT\ntitle\n")
 
 
-def test_a_failure_is_shown_and_makes_the_check_fail():
+def broken() -> Outcome:
+    raise RuntimeError("CUDA error")
+
+
+@pytest.mark.parametrize(
+    ("part", "failure"), [(lambda: Outcome({}, failure="1 failed"), "1 failed"), (broken, "RuntimeError: CUDA error")]
+)
+def test_a_failure_is_shown_and_makes_the_check_fail(part, failure):
     out = io.StringIO()
-    results, sound = run_parts({"a": lambda: Outcome({}, failure="1 failed")}, Console(file=out))
-    assert not sound and results["a"]["failure"] == "1 failed" and "a: FAILED\n1 failed" in out.getvalue()
+    results, sound = run_parts({"a": part, "b": lambda: Outcome({"x": 1})}, Console(file=out))
+    assert not sound and f"a: FAILED\n{failure}" in out.getvalue()
+    assert results == {"a": {"figures": {}, "failure": failure}, "b": {"figures": {"x": 1}, "failure": ""}}
+
+
+def test_a_file_that_cannot_be_written_is_one_line_before_anything_runs(tmp_path):
+    command = [sys.executable, "-m", "quasar_trt.bench.gpu_check", str(tmp_path / "none" / "check.json")]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 1 and found.stdout == ""
+    assert found.stderr == f"error: OUTPUT: directory {tmp_path / 'none'} does not exist\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the check itself runs where a GPU is")
