@@ -132,8 +132,10 @@ void attend_chunks(const AttentionQuery* queries, int count, const uint16_t* con
         for (int i = g; i < g + G; ++i) common = clamp(visible[i] - at, 0, common);
         const float* p = scores + g * kChunk + at;
         weigh_values<G>(p, values[page], ahead, 0, common, head, partial + g * size);
-        for (int i = 0; i < G; ++i)  // what only some queries see is read for those alone
-          weigh_values<1>(p + i * kChunk, values[page], ahead, common, clamp(visible[g + i] - at, 0, kPage), head, partial + (g + i) * size);
+        for (int i = 0; i < G; ++i) {  // what only some queries see is read for those alone
+          const int to = clamp(visible[g + i] - at, 0, kPage);
+          weigh_values<1>(p + i * kChunk, values[page], ahead, common, to, head, partial + (g + i) * size);
+        }
       });
     }
   }

@@ -9,7 +9,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from tiny import MODELS, checkpoint_tensors, random_ids, tiny_checkpoint, tiny_model
+from cpu_engines import RECIPES, SIZES, prefill, rows_of
+from tiny import MODELS, checkpoint_tensors, random_ids, tiny_model
 
 from quasar_trt.builders.cpu_target import compile_cpu
 from quasar_trt.drafters.base import Draft
@@ -18,73 +19,7 @@ from quasar_trt.engines.cpu import CpuEngine
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
 from quasar_trt.errors import QuasarError
 from quasar_trt.plugins import native
-from quasar_trt.recipe import LM_HEADS, RESCORED, Recipe
-
-# Every linear of a layer is BF16 in one of the three layers and INT8 in another.
-MIXED = ("*.0.mlp.fc", "*.0.mlp.gate", "*.1.attention.*", "*.2.mlp.proj")
-RECIPES = {
-    "bf16": Recipe("none"),
-    "int8": Recipe("int8"),
-    "int8 with int8 head": Recipe("int8", rotate=False, lm_head="int8"),
-    "int8 with rescored head": Recipe("int8", lm_head="rescored"),
-    "mixed": Recipe("int8", exclude=MIXED),
-    "16-bit activations": Recipe("int8", activations=16),
-    "mixed, 16-bit activations": Recipe("int8", activations=16, exclude=MIXED, lm_head="int8"),
-}
-SIZES = {  # with the columns of the Hadamard blocks before attention.dense and mlp.proj
-    "plain": {},  # 16 and 16
-    "odd head": {  # 8 and none
-        "head_dim": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "hidden_size": 72,
-        "intermediate_size": 99,
-    },
-    "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1},
-    "head norms": {"architecture": "Qwen3ForCausalLM"},
-    "odd head norms": {"architecture": "Qwen3ForCausalLM", "head_dim": 20, "attention_bias": True},  # 4 and 16
-    "wide blocks": {"head_dim": 64, "num_attention_heads": 2, "intermediate_size": 512},  # 64 and 512
-    "narrow blocks": {"head_dim": 6, "intermediate_size": 92},  # 2 and 4
-}
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory):
-    """(recipe name, sizes name) -> (config, recipe, tensors, path of the packed weights), each made once."""
-    made = {}
-
-    def make(recipe: str, sizes: str = "plain"):
-        if (recipe, sizes) not in made:
-            config, chosen, tensors = tiny_checkpoint(3, RECIPES[recipe], **SIZES[sizes])
-            path = tmp_path_factory.mktemp("packed") / "rank0.engine"
-            compile_cpu(config, chosen, tensors, path)
-            made[recipe, sizes] = config, chosen, tensors, path
-        return made[recipe, sizes]
-
-    return make
-
-
-def rows_of(engine, batch, keep=None):
-    """Logits rows of every entry; `keep` draft tokens (default all) stay in the cache."""
-    rows = [None] * len(batch)
-
-    def accept(index, logits):
-        rows[index] = logits.copy()
-        kept = len(batch[index].draft) if keep is None else keep
-        return Acceptance((0,), kept)
-
-    engine.step(batch, accept)
-    return rows
-
-
-def prefill(engine, ids, chunk=None):
-    """Opens a sequence, feeds `ids` in chunks and returns (sequence, logits of the last row)."""
-    sequence = engine.open()
-    chunk = chunk or len(ids)
-    for start in range(0, len(ids), chunk):
-        last = start + chunk >= len(ids)
-        rows = rows_of(engine, [SequenceStep(sequence, ids[start : start + chunk], needs_logits=last)])
-    return sequence, rows[0][0]
+from quasar_trt.recipe import Recipe
 
 
 @pytest.mark.parametrize("isa", native.isa_names())
@@ -161,43 +96,6 @@ def test_rows_have_the_same_bits_for_any_chunks_threads_neighbours_and_row_count
                 at += count
             for handle in (sequence, *neighbours):
                 engine.close(handle)
-
-
-# Of 600 positions: pages of 64, and chunks of 256 whose softmax is computed apart and, with several threads, elsewhere.
-@pytest.mark.parametrize("sizes", ["plain", "odd head", "biases", "wide blocks"])
-def test_long_contexts_agree_with_the_reference_engine(packed, sizes):
-    config, chosen, tensors, path = packed("bf16", sizes)
-    ids = random_ids(config, 600, seed=2)
-    cpu = CpuEngine(path, max_seq_len=600, threads=2)
-    reference = ReferenceEngine(ReferenceModel(config, chosen, tensors), max_seq_len=600)
-    sequences = [prefill(engine, ids[:595], chunk=200)[0] for engine in (cpu, reference)]
-    batches = [[SequenceStep(sequence, ids[595:596], Draft(tuple(ids[596:])))] for sequence in sequences]
-    ours, theirs = rows_of(cpu, batches[0])[0], rows_of(reference, batches[1])[0]
-    assert np.abs(ours - theirs).max() < 0.02 * theirs.std()
-
-
-@pytest.mark.parametrize("sizes", ["plain", "odd head", "biases", "wide blocks"])
-def test_long_contexts_have_the_same_bits_for_any_chunks_threads_row_counts_and_instruction_sets(packed, sizes):
-    config, _, _, path = packed("int8", sizes)
-    ids = random_ids(config, 530, seed=6)
-    alone = CpuEngine(path, max_seq_len=600, threads=1)
-    sequence = alone.open()
-    expected = [rows_of(alone, [SequenceStep(sequence, [token])])[0][0] for token in ids]
-    for isa in native.isa_names():
-        for threads, chunk in ((1, 256), (2, 101), (5, 250)):
-            engine = CpuEngine(path, max_seq_len=600, threads=threads, isa=isa)
-            sequence, last = prefill(engine, ids[:508], chunk)
-            np.testing.assert_array_equal(last, expected[507])
-            other, _ = prefill(engine, ids[:250])
-            rest = SequenceStep(other, ids[250:251], Draft(tuple(ids[251:260])))
-            at = 508
-            for count in (1, 2, 3, 5, 8):  # the first rows see two chunks, the others three
-                batch = [rest, SequenceStep(sequence, ids[at : at + 1], Draft(tuple(ids[at + 1 : at + count])))]
-                short, rows = rows_of(engine, batch)
-                np.testing.assert_array_equal(rows, expected[at : at + count])
-                np.testing.assert_array_equal(short, expected[250:260])
-                engine.truncate(other, 250)
-                at += count
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -303,27 +201,6 @@ def test_a_nan_score_makes_the_row_nan(packed, isa, tmp_path):
     compile_cpu(config, chosen, tensors, tmp_path / "rank0.engine")
     engine = CpuEngine(tmp_path / "rank0.engine", max_seq_len=64, isa=isa)
     assert np.isnan(prefill(engine, [1, 2, 3])[1]).all()
-
-
-@pytest.mark.parametrize("isa", native.isa_names())
-@pytest.mark.parametrize("sizes", ["plain", "odd head", "narrow blocks"])
-def test_a_rescored_head_has_the_best_logits_of_the_bf16_head_and_the_others_of_the_int8_head(sizes, isa, tmp_path):
-    ids, rows = random_ids(tiny_checkpoint(3)[0], 40), {}
-    for head in LM_HEADS:
-        config, recipe, tensors = tiny_checkpoint(3, Recipe("int8", lm_head=head), **SIZES[sizes])
-        for name in ("lm_head.weight", "lm_head.per_channel_scale"):
-            if name in tensors:  # equal rows, among which the last of the best are
-                same = tensors[name].flatten(0, -2) if name.endswith("weight") else tensors[name].view(-1, 1)
-                tensors[name] = torch.cat([same[:50], same[50:51].expand(81, -1)]).view(tensors[name].shape)
-        compile_cpu(config, recipe, tensors, tmp_path / head)
-        engine = CpuEngine(tmp_path / head, max_seq_len=64, isa=isa)
-        rows[head] = rows_of(engine, [SequenceStep(engine.open(), ids[:1], Draft(tuple(ids[1:])))])[0]
-    best = np.argsort(-rows["int8"], axis=1, kind="stable")[:, :RESCORED]  # of equal logits the lower ids
-    assert any({50} < set(ids) & set(range(50, 131)) < set(range(50, 131)) for ids in best.tolist())
-    expected = rows["int8"].copy()
-    np.put_along_axis(expected, best, np.take_along_axis(rows["bf16"], best, axis=1), axis=1)
-    assert (rows["int8"] != rows["bf16"]).mean() > 0.9
-    np.testing.assert_array_equal(rows["rescored"], expected)
 
 
 def test_logits_that_a_caller_keeps_are_read_only_and_stay_valid(packed):

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.base import Draft
+from quasar_trt.engines import open_engine
 from quasar_trt.engines.base import Acceptance, SequenceStep
 from quasar_trt.engines.cpu import CpuEngine
 from quasar_trt.engines.reference import ReferenceEngine
@@ -45,16 +47,19 @@ def prompts(engine_dirs) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def completions(engine_dirs, prompts):
-    """(engine, draft length, params) -> ids of every prompt, and the runner's metrics; computed once."""
+    """(engine, draft length, params) -> ids of every prompt, and the runner's metrics; computed once. Drafts are verified
+    whole, whether they pay or not."""
     known = {}
 
     def complete(name: str, length: int, params: SamplingParams):
-        if (name, length, params) not in known:
-            options = {"drafter_options": {"num_speculative_tokens": length}} if length else {"drafter": None}
-            runner = Runner.from_dir(engine_dirs[name], **options)
+        key = name, length, params.temperature
+        if key not in known:
+            directory = engine_dirs[name]
+            drafter = make_drafter("suffix", {"num_speculative_tokens": length}) if length else None
+            runner = Runner(open_engine(directory), tokenizer=directory, drafter=drafter)
             outputs = runner.generate(prompts, params)
-            known[name, length, params] = [output.outputs[0].token_ids for output in outputs], runner.stats
-        return known[name, length, params]
+            known[key] = [output.outputs[0].token_ids for output in outputs], runner.stats
+        return known[key]
 
     return complete
 
