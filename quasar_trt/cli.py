@@ -107,7 +107,9 @@ def build(model, output_dir, **options):
 @THREADS
 @KV_CACHE
 @click.option("--stats/--no-stats", default=True, help="One line about acceptance and speed, on stderr.")
-def generate(engine_dir, prompt, chat, drafter, drafter_option, engine, threads, kv_cache_memory_bytes, stats, sampling):
+def generate(
+    engine_dir, prompt, chat, drafter, drafter_option, engine, threads, kv_cache_memory_bytes, stats, sampling
+):
     """Continue prompts, streaming to the terminal.
 
     Each PROMPT is continued in turn by the engine in ENGINE_DIR; '-' reads one from standard input.

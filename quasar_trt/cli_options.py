@@ -63,7 +63,9 @@ class Bytes(click.ParamType):
         try:
             return int(float(value[:-1]) * unit) if unit > 1 else int(value)
         except (ValueError, OverflowError):
-            raise QuasarError(f"{param.opts[0]} is '{value}'; allowed: bytes, or a number with K, M or G behind it") from None
+            raise QuasarError(
+                f"{param.opts[0]} is '{value}'; allowed: bytes, or a number with K, M or G behind it"
+            ) from None
 
 
 def field_option(owner: type, name: str, text: str, flag: bool = False, **attributes):

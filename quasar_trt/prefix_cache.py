@@ -7,11 +7,16 @@ from collections.abc import Sequence
 
 from quasar_trt.engines.base import Engine
 
-MIN_PREFIX = 64  # tokens; a shorter prefix is computed again in hardly more time than it takes to share it
+_COMPARED_FIRST = 64  # ids; most lists differ there already
 
 
 class PrefixCache:
-    """At most `max_sequences` sequences of an engine and their ids; the one that was used longest ago goes first."""
+    """At most `max_sequences` sequences of an engine and their ids; the one that was used longest ago goes first.
+
+    min_length: tokens; a shorter prefix is computed again in hardly more time than it takes to share it.
+    """
+
+    min_length = 64
 
     def __init__(self, engine: Engine, max_sequences: int):
         self._engine = engine
@@ -28,7 +33,7 @@ class PrefixCache:
             if common_prefix(known, ids) == len(known):
                 self._close(other)
         self._kept[sequence] = list(ids)
-        if len(ids) < MIN_PREFIX:
+        if len(ids) < self.min_length:
             self._close(sequence)
         elif len(self._kept) > self._max_sequences:
             self.drop()
@@ -37,7 +42,7 @@ class PrefixCache:
         """(sequence, length) of the longest prefix of `ids` that is kept; (None, 0) where it is too short."""
         lengths = {sequence: common_prefix(known, ids) for sequence, known in self._kept.items()}
         sequence = max(lengths, key=lengths.__getitem__, default=None)
-        if sequence is None or lengths[sequence] < MIN_PREFIX:
+        if sequence is None or lengths[sequence] < self.min_length:
             return None, 0
         self._kept[sequence] = self._kept.pop(sequence)
         return sequence, lengths[sequence]
@@ -61,6 +66,7 @@ class PrefixCache:
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many ids two lists have in common from their beginning."""
     most = min(len(a), len(b))
-    if a[:MIN_PREFIX] != b[:MIN_PREFIX]:  # mostly; comparing slices takes far less time than comparing ids one by one
-        most = min(most, MIN_PREFIX)
+    if a[:_COMPARED_FIRST] != b[:_COMPARED_FIRST]:
+        most = min(most, _COMPARED_FIRST)
+    # Comparing whole slices takes far less time than comparing ids one by one.
     return bisect_left(range(1, most + 1), True, key=lambda length: a[:length] != b[:length])

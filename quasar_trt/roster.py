@@ -10,7 +10,7 @@ from time import perf_counter
 from quasar_trt.drafters.base import Drafter
 from quasar_trt.engines.base import Engine
 from quasar_trt.kv_budget import KvBudget
-from quasar_trt.prefix_cache import MIN_PREFIX, PrefixCache, common_prefix
+from quasar_trt.prefix_cache import PrefixCache, common_prefix
 from quasar_trt.request import TIMEOUT, Request
 from quasar_trt.service_metrics import Load, ServiceMetrics
 from quasar_trt.step_cost import StepCost
@@ -134,7 +134,7 @@ class Roster:
             length = common_prefix(each.context, ids)
             if each.num_pending == 1:  # what it emits next is not worth waiting for
                 length = min(length, each.num_cached)
-            if length > longest and (length >= MIN_PREFIX or each in request.siblings):
+            if length > longest and (length >= self.prefixes.min_length or each in request.siblings):
                 source, longest, ready = each.sequence, length, length <= each.num_cached
         return source, longest, ready
 

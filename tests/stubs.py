@@ -181,6 +181,10 @@ class StubDrafter(Drafter):
         self.calls: list[tuple] = []
         self.asked: list[tuple[int, int]] = []
 
+    def called(self, hook: str) -> list[int]:
+        """Request ids in the order of its calls."""
+        return [call[1] for call in self.calls if call[0] == hook]
+
     def start(self, request_id: int, context: Sequence[int]) -> None:
         self.calls.append(("start", request_id, tuple(context)))
 
