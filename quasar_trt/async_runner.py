@@ -62,7 +62,7 @@ class AsyncRunner:
         self._questions: set[_Job] = set()  # that `_ask` waits for
         self._num_asked = 0
         self._closed = False
-        self._failure: BaseException | None = None
+        self._failure: QuasarError | None = None  # what ended the engine thread
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # for the engine thread; None ends it
         self._running: list[_Job] = []  # the engine thread's
         self._thread = Thread(target=self._run, name="quasar-trt engine", daemon=True)
@@ -159,7 +159,7 @@ class AsyncRunner:
 
     def _check_open(self) -> None:
         if self._failure:
-            raise QuasarError(f"the engine thread has ended: {self._failure!r}; make another runner") from self._failure
+            raise self._failure
         if self._closed:
             raise QuasarError("the runner is shut down; make another")
 
@@ -188,11 +188,12 @@ class AsyncRunner:
             self._none_open.set()
 
     def _fail(self, error: BaseException) -> None:
-        self._failure = error
+        self._failure = QuasarError(f"the engine thread has ended: {error!r}; make another runner")
+        self._failure.__cause__ = error
         for job in list(self._open.values()):
-            self._end(job, error)
+            self._end(job, self._failure)
         for job in self._questions:
-            job.answers.put_nowait(error)
+            job.answers.put_nowait(self._failure)
 
     # In the engine thread.
 

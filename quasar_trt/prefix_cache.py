@@ -27,15 +27,20 @@ class PrefixCache:
         return len(self._kept)
 
     def keep(self, sequence: int, ids: Sequence[int]) -> None:
-        """Takes over a sequence that holds `ids`; closes it where it is too short, and those that it begins with."""
-        ids = ids[: self._engine.length(sequence)]
-        for other, known in list(self._kept.items()):
-            if common_prefix(known, ids) == len(known):
+        """Takes over a sequence that holds as many of `ids` as are cached.
+
+        Closes it where it is too short or another one begins with it, and closes those that it begins with.
+        """
+        ids = list(ids[: self._engine.length(sequence)])
+        shared = {other: common_prefix(known, ids) for other, known in self._kept.items()}
+        if len(ids) < self.min_length or len(ids) in shared.values():
+            self._engine.close(sequence)
+            return
+        for other, length in shared.items():
+            if length == len(self._kept[other]):
                 self._close(other)
-        self._kept[sequence] = list(ids)
-        if len(ids) < self.min_length:
-            self._close(sequence)
-        elif len(self._kept) > self._max_sequences:
+        self._kept[sequence] = ids
+        if len(self._kept) > self._max_sequences:
             self.drop()
 
     def find(self, ids: Sequence[int]) -> tuple[int | None, int]:
