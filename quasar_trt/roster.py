@@ -11,11 +11,9 @@ from quasar_trt.drafters.base import Drafter
 from quasar_trt.engines.base import Engine
 from quasar_trt.kv_budget import KvBudget
 from quasar_trt.prefix_cache import PrefixCache, common_prefix
+from quasar_trt.prompt_chunks import PromptChunks
 from quasar_trt.request import TIMEOUT, Request
 from quasar_trt.service_metrics import Load, ServiceMetrics
-from quasar_trt.step_cost import StepCost
-
-_MOST_STRETCH = 2.0  # a pass in which requests decode may take this many times as long with prompts as without
 
 _by_arrival = attrgetter("arrival")
 
@@ -33,7 +31,7 @@ class Roster:
         drafter: Drafter | None,
         max_batch_size: int,
         kv_budget: KvBudget,
-        step_cost: StepCost | None,
+        prompt_chunks: PromptChunks,
     ):
         self.active: list[Request] = []
         self.service = ServiceMetrics()
@@ -42,10 +40,9 @@ class Roster:
         self._drafter = drafter
         self._can_fork = engine.capabilities.fork
         self.prefixes = PrefixCache(engine, max_batch_size if self._can_fork else 0)
-        self._max_rows = engine.capabilities.max_rows
-        self._max_active = min(max_batch_size, self._max_rows)  # each may need a row in every pass
+        self._max_active = min(max_batch_size, engine.capabilities.max_rows)  # each may need a row in every pass
         self._kv_budget = kv_budget
-        self._step_cost = step_cost
+        self._prompt_chunks = prompt_chunks
         self._num_submitted = 0
 
     @property
@@ -154,10 +151,7 @@ class Roster:
     def _share_rows(self) -> tuple[list[Request], list[list[int]]]:
         """Requests that decode have their row in any case; of what prompts may take, the oldest takes first."""
         num_decoding = sum(request.num_pending == 1 for request in self.active)
-        free = self._max_rows - num_decoding
-        if num_decoding and self._step_cost:
-            seconds = _MOST_STRETCH * self._step_cost.seconds(num_decoding)
-            free = max(min(free, self._step_cost.most_rows(seconds, self._max_rows) - num_decoding), 1)
+        free = self._prompt_chunks.most_rows(num_decoding, len(self.active) - num_decoding)
         requests, chunks = [], []
         for request in self.active:
             decodes = request.num_pending == 1

@@ -18,6 +18,7 @@ from quasar_trt.engines.base import Acceptance, Engine
 from quasar_trt.errors import QuasarError
 from quasar_trt.kv_budget import KvBudget
 from quasar_trt.metrics import SpeculationMetrics
+from quasar_trt.prompt_chunks import PromptChunks
 from quasar_trt.request import ABORT, Request
 from quasar_trt.roster import Roster
 from quasar_trt.service_metrics import Load, ServiceMetrics
@@ -63,7 +64,8 @@ class Scheduler:
         self._kv_budget = kv_budget
         self._step_cost = step_cost
         self._draft_lengths = DraftLengths(step_cost)
-        self._roster = Roster(engine, drafter, max_batch_size, kv_budget, step_cost)
+        self._prompt_chunks = PromptChunks(step_cost, self._max_rows)
+        self._roster = Roster(engine, drafter, max_batch_size, kv_budget, self._prompt_chunks)
 
     @property
     def service(self) -> ServiceMetrics:
@@ -128,8 +130,10 @@ class Scheduler:
         seconds = (drafted - started, perf_counter() - drafted - accept_seconds, accept_seconds)
 
         self.stats.add_seconds(*seconds)
+        num_rows = sum(map(len, chunks)) + sum(map(len, drafts))
+        self._prompt_chunks.observe(num_rows, sum(len(chunk) for chunk in chunks if len(chunk) > 1), seconds[1])
         if self._step_cost and all(len(chunk) == 1 for chunk in chunks):
-            self._step_cost.observe(sum(1 + len(draft) for draft in drafts), seconds[1])
+            self._step_cost.observe(num_rows, seconds[1])
         for request, chunk, draft, acceptance in zip(requests, chunks, drafts, acceptances, strict=True):
             request.metrics.add_seconds(*seconds)
             if request.reaches_end(chunk):

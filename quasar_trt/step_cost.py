@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import os
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -52,10 +51,6 @@ class StepCost:
         if rows < len(table):
             return self._level * table[rows]
         return self._level * (table[-1] + self._last_slope * (rows - len(table) + 1))
-
-    def most_rows(self, seconds: float, limit: int) -> int:
-        """The most rows, up to `limit`, of a pass that takes no longer; 0 where even one row does."""
-        return bisect_right(range(1, limit + 1), seconds, key=self.seconds)
 
     def observe(self, rows: int, seconds: float) -> None:
         """A pass of so many rows took so long; passes of more rows than were measured teach nothing."""

@@ -17,6 +17,7 @@ from quasar_trt.drafters.base import Draft, Drafter
 from quasar_trt.errors import QuasarError
 from quasar_trt.generation import Generation
 from quasar_trt.prefix_cache import PrefixCache
+from quasar_trt.prompt_chunks import PromptChunks
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
 from quasar_trt.step_cost import StepCost
@@ -201,11 +202,25 @@ def test_decoding_requests_have_a_row_in_every_pass_while_a_long_prompt_comes_in
         runner.step()
         emitted += 1
         assert len(first.requests[0].token_ids) == emitted
-    chunks = [len(step.tokens[1]) for step in engine.passes[1:]]
-    cost = StepCost({1: 1.0, 64: 10.0})
-    assert sum(chunks) == 60 and len(chunks) > 1
-    assert all(cost.seconds(1 + chunk) <= roster._MOST_STRETCH * cost.seconds(1) for chunk in chunks)
+    assert len(engine.passes[1].tokens[1]) == 7
     finish(runner, first, late)
+
+
+def test_chunks_of_prompts_double_a_pass_and_follow_what_their_rows_cost():
+    """1 row costs 1 s, each further one 1/8 s; then rows of prompts come to cost 1/2 s, 2 s and 1/8 s again. 4 prompts beside
+    1 or 3 requests may make the pass longer."""
+    cost = StepCost({1: 1.0, 65: 9.0})
+    chunks = PromptChunks(cost, 65)
+    assert chunks.most_rows(0, 1) == 65
+    assert [chunks.most_rows(count, 1) for count in (1, 9, 64)] == [8, 16, 1]
+    assert [chunks.most_rows(count, 4) for count in (1, 3, 9)] == [32, 13, 16]
+    for row_seconds, rows in ((0.5, 4), (2.0, 1), (0.125, 16)):
+        for _ in range(20):
+            chunks.observe(9 + 16, 16, cost.seconds(9) + 16 * row_seconds)
+        assert chunks.most_rows(9, 1) == rows
+    chunks.observe(10, 1, 100.0)
+    assert chunks.most_rows(9, 1) == 16
+    assert PromptChunks(None, 65).most_rows(3, 1) == 62
 
 
 def test_prompts_alone_take_all_rows():
