@@ -151,7 +151,7 @@ class Roster:
     def _share_rows(self) -> tuple[list[Request], list[list[int]]]:
         """Requests that decode have their row in any case; of what prompts may take, the oldest takes first."""
         num_decoding = sum(request.num_pending == 1 for request in self.active)
-        free = self._prompt_chunks.most_rows(num_decoding, len(self.active) - num_decoding)
+        free = self._prompt_chunks.most_rows(num_decoding)
         requests, chunks = [], []
         for request in self.active:
             decodes = request.num_pending == 1

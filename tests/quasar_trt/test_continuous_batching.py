@@ -207,20 +207,20 @@ def test_decoding_requests_have_a_row_in_every_pass_while_a_long_prompt_comes_in
 
 
 def test_chunks_of_prompts_double_a_pass_and_follow_what_their_rows_cost():
-    """1 row costs 1 s, each further one 1/8 s; then rows of prompts come to cost 1/2 s, 2 s and 1/8 s again. 4 prompts beside
-    1 or 3 requests may make the pass longer."""
+    """1 row costs 1 s, each further one 1/8 s; then rows of prompts come to cost 1/2 s, 2 s and 1/8 s again."""
     cost = StepCost({1: 1.0, 65: 9.0})
     chunks = PromptChunks(cost, 65)
-    assert chunks.most_rows(0, 1) == 65
-    assert [chunks.most_rows(count, 1) for count in (1, 9, 64)] == [8, 16, 1]
-    assert [chunks.most_rows(count, 4) for count in (1, 3, 9)] == [32, 13, 16]
+    assert chunks.most_rows(0) == 65
+    assert [chunks.most_rows(count) for count in (1, 9, 64)] == [8, 16, 1]
     for row_seconds, rows in ((0.5, 4), (2.0, 1), (0.125, 16)):
-        for _ in range(20):
+        for _ in range(40):
             chunks.observe(9 + 16, 16, cost.seconds(9) + 16 * row_seconds)
-        assert chunks.most_rows(9, 1) == rows
-    chunks.observe(10, 1, 100.0)
-    assert chunks.most_rows(9, 1) == 16
-    assert PromptChunks(None, 65).most_rows(3, 1) == 62
+        assert chunks.most_rows(9) == rows
+    chunks.observe(10, 1, 100.0)  # one row tells little
+    assert chunks.most_rows(9) == 16
+    assert PromptChunks(None, 65).most_rows(3) == 62
+    quick = PromptChunks(StepCost({1: 0.001, 251: 0.251}), 251)
+    assert quick.most_rows(1) == 50  # in 0.05 s, although that is more than twice as long
 
 
 def test_prompts_alone_take_all_rows():
