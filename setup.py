@@ -83,6 +83,7 @@ EXTRAS["test"] = [
     *EXTRAS["plot"],
     *EXTRAS["sentencepiece"],
     "sentencepiece>=0.2",
+    "hypothesis>=6.100",
     "pytest>=8",
     "ruff>=0.9",
 ]

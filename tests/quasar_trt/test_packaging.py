@@ -99,7 +99,7 @@ def tracked() -> list[Path]:
 
 def test_the_test_extra_holds_nothing_that_is_not_used():
     names = {requirement.partition(">=")[0] for requirement in setup_arguments()["extras_require"]["test"]}
-    assert names == {"gguf", "matplotlib", "protobuf", "pytest", "ruff", "sentencepiece"}
+    assert names == {"gguf", "hypothesis", "matplotlib", "protobuf", "pytest", "ruff", "sentencepiece"}
 
 
 def test_version_and_entry_point():
