@@ -82,6 +82,8 @@ EXTRAS["test"] = [
     *EXTRAS["gguf"],
     *EXTRAS["plot"],
     *EXTRAS["sentencepiece"],
+    *EXTRAS["triton"],  # about 200 MB: kernels are interpreted and compiled without a GPU
+    "tensorrt-cu13-bindings>=10.15",  # of which only the Python layer for plugins is used; its library needs a GPU
     "sentencepiece>=0.2",
     "hypothesis>=6.100",
     "pytest>=8",

@@ -55,7 +55,7 @@ def estimate(config: ModelConfig, recipe: Recipe, tp_size: int, tokens: int) -> 
         checkpoint=tp_size * sum(spec.nbytes for spec in checkpoint_spec(of_rank, recipe).values()),
         engine=tp_size * sum(spec.nbytes for spec in packed_spec(of_rank, recipe).values()),
         scratch=sum(spec.nbytes for spec in packed_spec(config, Recipe("none")).values())
-        if writes_itself(config)
+        if writes_itself(config) and (recipe.quantized or tp_size == 1)
         else 0,
         memory=_PROGRAM + max(layer, vocabulary),
     )

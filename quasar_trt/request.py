@@ -76,10 +76,7 @@ class Request:
         self.num_cached = 0
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self._ended: tuple[str | None, str | None] = (
-            None,
-            None,
-        )  # reason and message, of what ended it besides its tokens
+        self._ended: tuple[str | None, str | None] = None, None  # reason and error, where its tokens did not end it
         self._scores_prompt = params.prompt_logprobs is not None and sample_index == 0
         # Of the pass that was accepted last and is not committed yet.
         self._new_logprobs: list[TokenLogprobs] = []

@@ -47,6 +47,7 @@ class Roster:
 
     @property
     def load(self) -> Load:
+        """What is there now."""
         return Load(
             num_waiting=len(self._waiting),
             num_running=len(self.active),
@@ -56,6 +57,7 @@ class Roster:
         )
 
     def submit(self, request: Request) -> None:
+        """Puts a request behind those that wait."""
         request.submitted_at = perf_counter()
         request.arrival = self._num_submitted
         self._num_submitted += 1
