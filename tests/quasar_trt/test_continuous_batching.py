@@ -206,21 +206,30 @@ def test_decoding_requests_have_a_row_in_every_pass_while_a_long_prompt_comes_in
     finish(runner, first, late)
 
 
-def test_chunks_of_prompts_double_a_pass_and_follow_what_their_rows_cost():
-    """1 row costs 1 s, each further one 1/8 s; then rows of prompts come to cost 1/2 s, 2 s and 1/8 s again."""
-    cost = StepCost({1: 1.0, 65: 9.0})
-    chunks = PromptChunks(cost, 65)
+def follow(chunks: PromptChunks, base_seconds: float, row_seconds: float, count: int = 200) -> list[int]:
+    """Passes of 9 requests that decode; returns the rows of prompts in each."""
+    rows = []
+    for _ in range(count):
+        rows.append(chunks.most_rows(9))
+        chunks.observe(9 + rows[-1], rows[-1], base_seconds + rows[-1] * row_seconds)
+    return rows
+
+
+def test_prompts_double_a_pass_whatever_it_and_their_rows_come_to_cost():
+    """1 row costs 1 s and each further one 1/8 s, as measured. Then 9 rows cost 8 s instead of 2 s, or rows of prompts more."""
+    chunks = PromptChunks(StepCost({1: 1.0, 65: 9.0}), 65)
     assert chunks.most_rows(0) == 65
     assert [chunks.most_rows(count) for count in (1, 9, 64)] == [8, 16, 1]
-    for row_seconds, rows in ((0.5, 4), (2.0, 1), (0.125, 16)):
-        for _ in range(40):
-            chunks.observe(9 + 16, 16, cost.seconds(9) + 16 * row_seconds)
-        assert chunks.most_rows(9) == rows
-    chunks.observe(10, 1, 100.0)  # one row tells little
-    assert chunks.most_rows(9) == 16
+    for base_seconds, row_seconds, wanted in ((2.0, 0.5, 4), (2.0, 2.0, 1), (8.0, 0.25, 32), (0.5, 0.125, 4)):
+        assert abs(max(follow(chunks, base_seconds, row_seconds)[-16:]) - wanted) <= 1
     assert PromptChunks(None, 65).most_rows(3) == 62
     quick = PromptChunks(StepCost({1: 0.001, 251: 0.251}), 251)
     assert quick.most_rows(1) == 50  # in 0.05 s, although that is more than twice as long
+
+
+def test_every_sixteenth_pass_tells_what_the_others_cost_without_prompts():
+    rows = follow(PromptChunks(StepCost({1: 1.0, 65: 9.0}), 65), 2.0, 0.125, 64)
+    assert [index for index, count in enumerate(rows) if not count] == [15, 31, 47, 63]
 
 
 def test_prompts_alone_take_all_rows():
