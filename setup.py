@@ -82,6 +82,7 @@ EXTRAS["test"] = [
     *EXTRAS["gguf"],
     *EXTRAS["plot"],
     *EXTRAS["sentencepiece"],
+    *EXTRAS["tensorrt-rtx"],
     "sentencepiece>=0.2",
     "pytest>=8",
     "ruff>=0.9",
@@ -101,6 +102,7 @@ setup(
         "quasar_trt.drafters",
         "quasar_trt.bench",
         "quasar_trt.builders",
+        "quasar_trt.builders.network",
         "quasar_trt.plugins",
     ],
     package_dir={

@@ -1,0 +1,133 @@
+"""How linears and the quantization of their inputs become layers.
+
+`WeightOnly`: INT8 weights that are dequantized per output channel, float activations. `Plugin`: INT8 weights and per-token
+INT8 activations through the operations of `quasar_trt.plugins`. Linears that the recipe does not quantize are BF16 in both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from quasar_trt.architectures import hadamard_blocks
+from quasar_trt.builders.network.writer import NetworkWriter
+from quasar_trt.model_config import ModelConfig
+from quasar_trt.recipe import Recipe
+
+
+class WeightOnly:
+    """Activations between the methods are float tensors [rows, columns].
+
+    tensors: by checkpoint name, numpy (uint16 stands for the bits of bfloat16). dtype: what linears read and write,
+    "bfloat16" or "float32"; everything else is float32.
+    """
+
+    name = "weight_only"
+
+    def __init__(
+        self, writer: NetworkWriter, config: ModelConfig, recipe: Recipe, tensors: Mapping[str, np.ndarray], dtype: str
+    ):
+        self.writer = writer
+        self.config = config
+        self.recipe = recipe
+        self.tensors = tensors
+        self.dtype = dtype
+        self.blocks = hadamard_blocks(config, recipe)
+
+    def norm(self, norm: str, x, linear: str):
+        """What `linear`, which reads `norm`, and those beside it read: RMSNorm of x float32."""
+        return self.writer.cast(self.rms_norm(norm, x), self.dtype)
+
+    def smooth(self, x, linear: str):
+        """What `linear`, which has an explicit smoother where it is quantized, reads of x."""
+        writer = self.writer
+        if not self.recipe.quantizes(linear):
+            return writer.cast(x, self.dtype)
+        inverse = 1.0 / self.tensors[f"{linear}.smoother"]
+        block = self.blocks.get(linear.split(".", 3)[-1], 0)
+        if block:  # the matrix is of ones, which BF16 holds, and its 1 / sqrt(size) goes here
+            inverse /= math.sqrt(block)
+        y = writer.cast(writer.multiply(writer.cast(x, "float32"), writer.constant(inverse)), self.dtype)
+        return self._hadamard(y, inverse.size, block) if block else y
+
+    def silu_mul(self, gate, up, linear: str):
+        """What `linear` reads of silu(gate) * up."""
+        writer = self.writer
+        gate, up = writer.cast(gate, "float32"), writer.cast(up, "float32")
+        return self.smooth(writer.multiply(writer.multiply(gate, writer.sigmoid(gate)), up), linear)
+
+    def linear(self, name: str, x):
+        """[rows, in_features] -> [rows, out_features]."""
+        return self.matrix_product(name, x, self.recipe.quantizes(name))
+
+    def matrix_product(self, name: str, x, quantized: bool):
+        """x times the weight of checkpoint name `name`, which is INT8 if `quantized`."""
+        writer = self.writer
+        weight = writer.constant(self.tensors[f"{name}.weight"])
+        if quantized:
+            scale = writer.constant(self.tensors[f"{name}.per_channel_scale"], (weight.shape[0],))
+            weight = writer.dequantize_rows(weight, scale, self.dtype)
+        y = writer.multiply_matrices(x, writer.cast(weight, self.dtype), transpose=True)
+        bias = self.tensors.get(f"{name}.bias")
+        return y if bias is None else writer.add(y, writer.cast(writer.constant(bias, (1, bias.size)), self.dtype))
+
+    def rms_norm(self, norm: str, x, rank: int = 2):
+        """RMSNorm over the last axis of x of that rank, float32 (arXiv 1910.07467)."""
+        writer = self.writer
+        x = writer.cast(x, "float32")
+        mean = writer.mean(writer.multiply(x, x), rank - 1)
+        root = writer.square_root(writer.add(mean, writer.scalar(self.config.norm_epsilon, rank)))
+        weight = self.tensors[f"{norm}.weight"]
+        weight = writer.cast(writer.constant(weight, (1,) * (rank - 1) + weight.shape), "float32")
+        return writer.multiply(writer.divide(x, root), weight)
+
+    def _hadamard(self, x, columns: int, block: int):
+        """Each block of columns times the Hadamard matrix of ones."""
+        writer = self.writer
+        signs = np.ones((1, 1), np.float32)
+        while len(signs) < block:
+            signs = np.block([[signs, signs], [signs, -signs]])
+        matrix = writer.cast(writer.constant(signs), self.dtype)
+        blocks = writer.reshape(x, (-1, block))
+        return writer.reshape(writer.multiply_matrices(blocks, matrix), (-1, columns))
+
+
+class Plugin(WeightOnly):
+    """What a quantized linear reads is (codes int8 [rows, columns], scale float32 [rows])."""
+
+    name = "plugin"
+
+    def norm(self, norm: str, x, linear: str):
+        if not self.recipe.quantizes(linear):
+            return super().norm(norm, x, linear)
+        weight = self.writer.constant(self.tensors[f"{norm}.weight"])
+        return self.writer.plugin("rms_norm_quantize", x, weight, eps=self.config.norm_epsilon)
+
+    def smooth(self, x, linear: str):
+        if not self.recipe.quantizes(linear):
+            return super().smooth(x, linear)
+        return self.writer.plugin("smooth_quantize", x, self._inverse_smoother(linear), hadamard=self._block(linear))
+
+    def silu_mul(self, gate, up, linear: str):
+        if not self.recipe.quantizes(linear):
+            return super().silu_mul(gate, up, linear)
+        inverse = self._inverse_smoother(linear)
+        return self.writer.plugin("silu_mul_smooth_quantize", gate, up, inverse, hadamard=self._block(linear))
+
+    def linear(self, name: str, x):
+        if not self.recipe.quantizes(name):
+            return super().linear(name, x)
+        scale = self.tensors[f"{name}.per_channel_scale"]
+        weights = [self.tensors[f"{name}.weight"], scale.reshape(-1)]
+        if f"{name}.bias" in self.tensors:
+            weights.append(self.tensors[f"{name}.bias"])
+        (y,) = self.writer.plugin("w8a8_linear", *x, *map(self.writer.constant, weights), dtype=self.dtype)
+        return y
+
+    def _inverse_smoother(self, linear: str):
+        return self.writer.constant(1.0 / self.tensors[f"{linear}.smoother"].reshape(-1))
+
+    def _block(self, linear: str) -> int:
+        return self.blocks.get(linear.split(".", 3)[-1], 0)

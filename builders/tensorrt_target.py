@@ -1,0 +1,159 @@
+"""Compiles a checkpoint into a TensorRT plan for each GPU asked for; with TensorRT-RTX on a machine without a GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from quasar_trt.builders.network.decoder import DecoderNetwork, lowering_of
+from quasar_trt.builders.network.writer import NetworkWriter
+from quasar_trt.engines import plan_bindings as bindings
+from quasar_trt.engines.plan_bindings import PassSizes, PlanSizes
+from quasar_trt.errors import QuasarError
+from quasar_trt.machine import missing, version_of
+from quasar_trt.manifest import Limits
+from quasar_trt.model_config import ModelConfig
+from quasar_trt.plan import PLAN_HEADER, Plan, plan_name
+from quasar_trt.recipe import Recipe
+from quasar_trt.tensorfile import FileRecord, map_tensors
+
+STACK = "tensorrt-rtx"
+_PREFILL_ROWS = 128  # as many for every slot are what the plan's work space holds
+
+
+def load_stack() -> ModuleType:
+    """The module tensorrt_rtx. Raises QuasarError with the line that installs it."""
+    try:
+        return importlib.import_module("tensorrt_rtx")
+    except ImportError as error:
+        why = f"cannot be imported ({error})" if version_of(STACK) else missing(STACK)
+        raise QuasarError(f"target '{STACK}' needs the package {STACK}: {why}") from None
+
+
+def check_target(recipe: Recipe, tp_size: int, sms: Sequence[int]) -> None:
+    """Refuses what this target cannot compile. Raises QuasarError."""
+    trt = load_stack()
+    known = [int(name[2:]) for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
+    unknown = [sm for sm in sms if sm not in known]
+    if unknown or not sms:
+        found = f"sm is {', '.join(map(str, unknown))}" if unknown else "sm is missing"
+        raise QuasarError(
+            f"{found}; {STACK} {trt.__version__} compiles for {', '.join(map(str, known))}: give one or more with --sm"
+        )
+    if recipe.activations == 8:
+        raise QuasarError(
+            f"activations is 8; target '{STACK}' cannot hold the plugins that quantize them per token: use 16, which "
+            "keeps INT8 weights and computes with BF16 activations"
+        )
+    if tp_size != 1:
+        raise QuasarError(f"tp_size is {tp_size}; target '{STACK}' allows 1")
+
+
+def compile_plans(
+    config: ModelConfig,
+    recipe: Recipe,
+    limits: Limits,
+    sms: Sequence[int],
+    directory: Path,
+    advance: Callable[[int], None],
+) -> tuple[Plan, dict[str, FileRecord]]:
+    """Compiles the checkpoint in `directory` (one rank) into a plan beside it for each of `sms`; calls `advance(1)` after each.
+
+    The network refers to the mapped checkpoint, and the plan goes to its file as it is made. Raises QuasarError, with the
+    first error that the compiler told, when it fails.
+    """
+    trt = load_stack()
+    sizes = PlanSizes(limits, min(_PREFILL_ROWS, limits.max_seq_len))
+    tensors = map_tensors(directory / "checkpoint" / "rank0.safetensors")
+    logger = _logger(trt)
+    builder = trt.Builder(logger)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    writer = NetworkWriter(trt, network)
+    DecoderNetwork(writer, config, recipe, tensors, sizes.capacity).write()
+    files = {}
+    for sm in sms:
+        plan = _plan_writer(trt, directory / plan_name(sm))
+        with plan.file:
+            done = builder.build_serialized_network_to_stream(network, _config(trt, builder, config, sizes, sm), plan)
+        if not done:
+            raise QuasarError(f"{STACK} cannot compile this model for SM {sm}: {logger.first_error}")
+        files[plan_name(sm)] = plan.record()
+        advance(1)
+    return Plan(STACK, trt.__version__, tuple(sms), lowering_of(recipe).name, sizes.prefill_rows), files
+
+
+def _config(trt: ModuleType, builder, config: ModelConfig, sizes: PlanSizes, sm: int):
+    """How to compile for one GPU."""
+    made = builder.create_builder_config()
+    made.num_compute_capabilities = 1
+    made.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), 0)
+    profile = builder.create_optimization_profile()
+    for name, shapes in _shapes(config, sizes).items():
+        profile.set_shape(name, *shapes)
+    profile.set_shape_input(bindings.SPAN, (1,), (sizes.capacity,), (sizes.capacity,))
+    made.add_optimization_profile(profile)
+    return made
+
+
+def _shapes(config: ModelConfig, sizes: PlanSizes) -> dict[str, list[tuple[int, ...]]]:
+    """Binding -> its smallest, usual and largest shape.
+
+    One profile: with a second one for prompts TensorRT-RTX, which makes its kernels for the shapes that come, would hold every
+    kernel twice.
+    """
+    every = (PassSizes(1, 1, 1), sizes.verify, sizes.largest)
+    shapes = {
+        bindings.INPUT_IDS: [(most.batch, most.rows) for most in every],
+        bindings.POSITIONS: [(most.batch, most.rows) for most in every],
+        bindings.PAST_LENGTHS: [(most.batch,) for most in every],
+        bindings.KEY_VALUE_LENGTHS: [(most.batch,) for most in every],
+        bindings.LOGITS_ROWS: [(most.wanted,) for most in every],
+    }
+    slot = (config.num_key_value_heads, sizes.capacity, config.head_size)
+    for i in range(config.num_hidden_layers):
+        for past, _ in bindings.cache_bindings(i):
+            shapes[past] = [(most.batch, *slot) for most in every]
+    return shapes
+
+
+def _logger(trt: ModuleType):
+    class FirstError(trt.ILogger):
+        """Keeps the first error; TensorRT says the same again in other words."""
+
+        def __init__(self):
+            trt.ILogger.__init__(self)
+            self.first_error = "it gave no reason"
+            self._silent = False
+
+        def log(self, severity, message):
+            if severity <= trt.ILogger.ERROR and not self._silent:
+                self.first_error, self._silent = " ".join(message.split()), True
+
+    return FirstError()
+
+
+def _plan_writer(trt: ModuleType, path: Path):
+    class PlanWriter(trt.IStreamWriter):
+        """Writes and hashes a plan as it comes."""
+
+        def __init__(self):
+            trt.IStreamWriter.__init__(self)
+            self.file = open(path, "wb")  # noqa: SIM115 (closed by who writes)
+            self._hash = hashlib.sha256()
+            self._header = b""
+            self._size = 0
+
+        def write(self, data: bytes) -> int:
+            self.file.write(data)
+            self._hash.update(data)
+            self._header += data[: PLAN_HEADER - len(self._header)]
+            self._size += len(data)
+            return len(data)
+
+        def record(self) -> FileRecord:
+            return FileRecord(self._size, self._hash.hexdigest(), hashlib.sha256(self._header).hexdigest())
+
+    return PlanWriter()
