@@ -8,6 +8,10 @@ from pathlib import Path
 PLAN_HEADER = 4096  # bytes of a plan whose hash is checked whenever it is opened
 
 
+# Target that is compiled into plans -> bits of activations that a recipe has there if none are asked for.
+PLAN_TARGETS = {"tensorrt-rtx": 16}
+
+
 @dataclass(frozen=True)
 class Plan:
     """How the plans of an engine directory were made.
@@ -23,6 +27,9 @@ class Plan:
     sms: tuple[int, ...]
     lowering: str
     prefill_rows: int
+
+    def __post_init__(self):
+        object.__setattr__(self, "sms", tuple(self.sms))  # JSON has lists
 
 
 def plan_name(sm: int, rank: int = 0) -> str:

@@ -27,7 +27,6 @@ class NetworkWriter:
         self._trt = trt
         self._network = network
         self._add_plugin = add_plugin
-        self._scalars: dict[tuple[float, int], object] = {}
         self.constants: list[np.ndarray] = []  # in order; the network refers to their memory until it is compiled
 
     def input(self, name: str, dtype: str, shape: Sequence[int]):
@@ -46,10 +45,8 @@ class NetworkWriter:
         return self._out(self._network.add_constant(array.shape if shape is None else tuple(shape), weights))
 
     def scalar(self, value: float, rank: int):
-        """A float32 constant that broadcasts over tensors of this rank; equal ones are one constant."""
-        if (value, rank) not in self._scalars:
-            self._scalars[value, rank] = self.constant(np.full((1,) * rank, value, np.float32))
-        return self._scalars[value, rank]
+        """A float32 constant that broadcasts over tensors of this rank."""
+        return self.constant(np.full((1,) * rank, value, np.float32))
 
     def cast(self, x, dtype: str):
         """x itself where it has this dtype already."""
