@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from quasar_trt.builders.network.decoder import DecoderNetwork, lowering_of
+from quasar_trt.builders.network.decoder import DecoderNetwork
 from quasar_trt.builders.network.writer import NetworkWriter
 from quasar_trt.engines import plan_bindings as bindings
 from quasar_trt.engines.plan_bindings import PassSizes, PlanSizes
 from quasar_trt.errors import QuasarError
-from quasar_trt.machine import missing, version_of
 from quasar_trt.manifest import Limits
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plan import PLAN_HEADER, Plan, plan_name
 from quasar_trt.recipe import Recipe
 from quasar_trt.tensorfile import FileRecord, map_tensors
+from quasar_trt.tensorrt_stack import load_stack, quiet_logger
 
 STACK = "tensorrt-rtx"
 _PREFILL_ROWS = 128  # as many for every slot are what the plan's work space holds
 
 
-def load_stack() -> ModuleType:
-    """The module tensorrt_rtx. Raises QuasarError with the line that installs it."""
-    try:
-        return importlib.import_module("tensorrt_rtx")
-    except ImportError as error:
-        why = f"cannot be imported ({error})" if version_of(STACK) else missing(STACK)
-        raise QuasarError(f"target '{STACK}' needs the package {STACK}: {why}") from None
-
-
 def check_target(recipe: Recipe, tp_size: int, sms: Sequence[int]) -> None:
     """Refuses what this target cannot compile. Raises QuasarError."""
-    trt = load_stack()
+    trt = load_stack(STACK)
     known = [int(name[2:]) for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
     unknown = [sm for sm in sms if sm not in known]
     if unknown or not sms:
@@ -65,14 +55,15 @@ def compile_plans(
     The network refers to the mapped checkpoint, and the plan goes to its file as it is made. Raises QuasarError, with the
     first error that the compiler told, when it fails.
     """
-    trt = load_stack()
+    trt = load_stack(STACK)
     sizes = PlanSizes(limits, min(_PREFILL_ROWS, limits.max_seq_len))
     tensors = map_tensors(directory / "checkpoint" / "rank0.safetensors")
-    logger = _logger(trt)
+    logger = quiet_logger(trt)
     builder = trt.Builder(logger)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     writer = NetworkWriter(trt, network)
-    DecoderNetwork(writer, config, recipe, tensors, sizes.capacity).write()
+    decoder = DecoderNetwork(writer, config, recipe, tensors, sizes.capacity)
+    decoder.write()
     files = {}
     for sm in sms:
         plan = _plan_writer(trt, directory / plan_name(sm))
@@ -82,7 +73,7 @@ def compile_plans(
             raise QuasarError(f"{STACK} cannot compile this model for SM {sm}: {logger.first_error}")
         files[plan_name(sm)] = plan.record()
         advance(1)
-    return Plan(STACK, trt.__version__, tuple(sms), lowering_of(recipe).name, sizes.prefill_rows), files
+    return Plan(STACK, trt.__version__, tuple(sms), decoder.linears.name, sizes.prefill_rows), files
 
 
 def _config(trt: ModuleType, builder, config: ModelConfig, sizes: PlanSizes, sm: int):
@@ -117,22 +108,6 @@ def _shapes(config: ModelConfig, sizes: PlanSizes) -> dict[str, list[tuple[int, 
         for past, _ in bindings.cache_bindings(i):
             shapes[past] = [(most.batch, *slot) for most in every]
     return shapes
-
-
-def _logger(trt: ModuleType):
-    class FirstError(trt.ILogger):
-        """Keeps the first error; TensorRT says the same again in other words."""
-
-        def __init__(self):
-            trt.ILogger.__init__(self)
-            self.first_error = "it gave no reason"
-            self._silent = False
-
-        def log(self, severity, message):
-            if severity <= trt.ILogger.ERROR and not self._silent:
-                self.first_error, self._silent = " ".join(message.split()), True
-
-    return FirstError()
 
 
 def _plan_writer(trt: ModuleType, path: Path):

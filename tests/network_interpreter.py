@@ -88,10 +88,18 @@ def _attention(node: Node, queries: Tensor, keys: Tensor, values: Tensor, *rest:
     return (weights @ values[:, :, None].float()).reshape(batch, heads, rows, size)
 
 
-def _plugin(node: Node, *inputs: Tensor) -> tuple[Tensor, ...] | Tensor:
-    attributes = dict(node.attributes["attributes"])
-    attributes.pop("dtype", None)
-    return getattr(ops, node.attributes["operation"])(*inputs, **attributes)
+def _plugin(node: Node, x: Tensor, *inputs: Tensor) -> tuple[Tensor, ...] | Tensor:
+    """16-bit codes are INT8 in pairs between the layers."""
+    operation, attributes = node.attributes["operation"], node.attributes["attributes"]
+    bits = attributes["activations"]
+    if operation in ("linear", "linear_bias"):
+        assert len(inputs) == (4 if operation == "linear_bias" else 3)
+        return ops.LINEAR[bits](x if bits == 8 else x.view(torch.int16), *inputs)
+    if operation == "rms_norm_quantize":
+        codes, scale = ops.QUANTIZE[bits](ops.rms_norm(x, *inputs, attributes["eps"]))
+    else:
+        codes, scale = getattr(ops, operation)(x, *inputs, attributes["hadamard"], bits)
+    return codes.view(torch.int8), scale
 
 
 _COMPUTE = {

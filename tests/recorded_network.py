@@ -206,7 +206,7 @@ class RecordedNetwork:
         return _Attention(self, [queries, keys, values], norm_op, causal_kind)
 
     def add_plugin(self, operation, inputs, attributes):
-        """A layer of `quasar::operation`; types and sizes as the reference operation has them."""
+        """A layer of `quasar::operation`; types and sizes as `quasar_trt.plugins.tensorrt` says."""
         layer = RecordedLayer(
             self, "PLUGIN_V3", inputs, self._plugin_outputs, operation=operation, attributes=attributes
         )
@@ -214,10 +214,11 @@ class RecordedNetwork:
 
     def _plugin_outputs(self, layer):
         trt, x = self.trt, layer.inputs[0]
-        if layer.operation == "w8a8_linear":
-            dtype = {"bfloat16": trt.bfloat16, "float32": trt.float32}[layer.attributes["dtype"]]
+        if layer.operation.startswith("linear"):
+            dtype = {"bfloat16": trt.bfloat16, "float32": trt.float32}[layer.attributes["output"]]
             return dtype, (x.shape[0], layer.inputs[2].shape[0])
-        return [(trt.int8, x.shape), (trt.float32, x.shape[:1])]
+        codes = (x.shape[0], x.shape[1] * layer.attributes["activations"] // 8)
+        return [(trt.int8, codes), (trt.float32, x.shape[:1])]
 
 
 class _Shuffle(RecordedLayer):

@@ -21,10 +21,9 @@ def real_network():
     return _BUILDER.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
 
 
-def decoder_graph(network, config, recipe, tensors, capacity=64, dtype="float32") -> Graph:
-    """The decoder written into `network` and read back."""
-    add_plugin = RecordedNetwork.add_plugin if isinstance(network, RecordedNetwork) else None
-    writer = NetworkWriter(trt, network, add_plugin)
+def decoder_graph(network, config, recipe, tensors, capacity=64, dtype="float32", plugins=False) -> Graph:
+    """The decoder written into `network` and read back; with plugins a network is the double."""
+    writer = NetworkWriter(trt, network, RecordedNetwork.add_plugin if plugins else None)
     arrays = {name: to_numpy(tensor) for name, tensor in tensors.items()}
     DecoderNetwork(writer, config, recipe, arrays, capacity, dtype).write()
     return read_graph(trt, network, writer.constants)

@@ -14,16 +14,11 @@ import numpy as np
 from quasar_trt.architectures import architecture_of
 from quasar_trt.builders.network.lowering import Plugin, WeightOnly
 from quasar_trt.builders.network.writer import NetworkWriter
-from quasar_trt.checkpoint import EMBEDDING, FINAL_NORM, HEAD, LAYER_PREFIX
+from quasar_trt.checkpoint import EMBEDDING, LAYER_PREFIX
 from quasar_trt.engines import plan_bindings as bindings
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import Recipe
 from quasar_trt.rope import rope_tables
-
-
-def lowering_of(recipe: Recipe) -> type[WeightOnly]:
-    """8-bit activations need plugins; 16-bit ones are the BF16 that linears read anyway."""
-    return Plugin if recipe.activations == 8 else WeightOnly
 
 
 class DecoderNetwork:
@@ -48,7 +43,8 @@ class DecoderNetwork:
         self.tensors = tensors
         self.capacity = capacity
         self.dtype = dtype
-        self.linears = lowering_of(recipe)(writer, config, recipe, tensors, dtype)
+        lowering = Plugin if writer.takes_plugins and recipe.quantized else WeightOnly
+        self.linears = lowering(writer, config, recipe, tensors, dtype)
 
     def write(self) -> None:
         writer = self.writer
@@ -71,10 +67,7 @@ class DecoderNetwork:
         x = writer.cast(x, "float32")
         for i in range(self.config.num_hidden_layers):
             x = self._layer(i, x)
-        x = self.linears.rms_norm(FINAL_NORM.removesuffix(".weight"), writer.gather(x, wanted))
-        x = writer.cast(x, self.dtype)
-        name = HEAD.removesuffix(".weight")
-        writer.output(bindings.LOGITS, self.linears.matrix_product(name, x, self.recipe.quantize_lm_head))
+        writer.output(bindings.LOGITS, self.linears.head(writer.gather(x, wanted)))
 
     def _layer(self, i: int, x):
         """x float32 [batch * rows, hidden_size] -> the same."""

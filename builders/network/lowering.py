@@ -1,7 +1,7 @@
 """How linears and the quantization of their inputs become layers.
 
-`WeightOnly`: INT8 weights that are dequantized per output channel, float activations. `Plugin`: INT8 weights and per-token
-INT8 activations through the operations of `quasar_trt.plugins`. Linears that the recipe does not quantize are BF16 in both.
+`WeightOnly`: INT8 weights that are dequantized per output channel, float activations. `Plugin`: INT8 weights and activations
+quantized per token, through the operations of `quasar_trt.plugins`. Linears that the recipe does not quantize are BF16 in both.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import numpy as np
 
 from quasar_trt.architectures import hadamard_blocks
 from quasar_trt.builders.network.writer import NetworkWriter
+from quasar_trt.checkpoint import FINAL_NORM, HEAD
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import Recipe
+
+_FINAL_NORM, _HEAD = (name.removesuffix(".weight") for name in (FINAL_NORM, HEAD))
 
 
 class WeightOnly:
@@ -46,7 +49,7 @@ class WeightOnly:
         if not self.recipe.quantizes(linear):
             return writer.cast(x, self.dtype)
         inverse = 1.0 / self.tensors[f"{linear}.smoother"]
-        block = self.blocks.get(linear.split(".", 3)[-1], 0)
+        block = self._block(linear)
         if block:  # the matrix is of ones, which BF16 holds, and its 1 / sqrt(size) goes here
             inverse /= math.sqrt(block)
         y = writer.cast(writer.multiply(writer.cast(x, "float32"), writer.constant(inverse)), self.dtype)
@@ -60,9 +63,14 @@ class WeightOnly:
 
     def linear(self, name: str, x):
         """[rows, in_features] -> [rows, out_features]."""
-        return self.matrix_product(name, x, self.recipe.quantizes(name))
+        return self._product(name, x, self.recipe.quantizes(name))
 
-    def matrix_product(self, name: str, x, quantized: bool):
+    def head(self, x):
+        """Logits [rows, vocab] of x float32, before the final norm."""
+        x = self.writer.cast(self.rms_norm(_FINAL_NORM, x), self.dtype)
+        return self._product(_HEAD, x, self.recipe.quantize_lm_head)
+
+    def _product(self, name: str, x, quantized: bool):
         """x times the weight of checkpoint name `name`, which is INT8 if `quantized`."""
         writer = self.writer
         weight = writer.constant(self.tensors[f"{name}.weight"])
@@ -83,6 +91,10 @@ class WeightOnly:
         weight = writer.cast(writer.constant(weight, (1,) * (rank - 1) + weight.shape), "float32")
         return writer.multiply(writer.divide(x, root), weight)
 
+    def _block(self, linear: str) -> int:
+        """Columns of the Hadamard blocks before a linear, 0 for none."""
+        return self.blocks.get(linear.split(".", 3)[-1], 0)
+
     def _hadamard(self, x, columns: int, block: int):
         """Each block of columns times the Hadamard matrix of ones."""
         writer = self.writer
@@ -95,39 +107,50 @@ class WeightOnly:
 
 
 class Plugin(WeightOnly):
-    """What a quantized linear reads is (codes int8 [rows, columns], scale float32 [rows])."""
+    """What a quantized linear reads is (codes [rows, columns], scale float32 [rows]); 16-bit codes are INT8 in pairs."""
 
     name = "plugin"
 
     def norm(self, norm: str, x, linear: str):
         if not self.recipe.quantizes(linear):
             return super().norm(norm, x, linear)
-        weight = self.writer.constant(self.tensors[f"{norm}.weight"])
-        return self.writer.plugin("rms_norm_quantize", x, weight, eps=self.config.norm_epsilon)
+        return self._quantized_norm(norm, x, self.recipe.activations)
 
     def smooth(self, x, linear: str):
         if not self.recipe.quantizes(linear):
             return super().smooth(x, linear)
-        return self.writer.plugin("smooth_quantize", x, self._inverse_smoother(linear), hadamard=self._block(linear))
+        return self._smoothed("smooth_quantize", x, linear=linear)
 
     def silu_mul(self, gate, up, linear: str):
         if not self.recipe.quantizes(linear):
             return super().silu_mul(gate, up, linear)
-        inverse = self._inverse_smoother(linear)
-        return self.writer.plugin("silu_mul_smooth_quantize", gate, up, inverse, hadamard=self._block(linear))
+        return self._smoothed("silu_mul_smooth_quantize", gate, up, linear=linear)
 
     def linear(self, name: str, x):
         if not self.recipe.quantizes(name):
             return super().linear(name, x)
-        scale = self.tensors[f"{name}.per_channel_scale"]
-        weights = [self.tensors[f"{name}.weight"], scale.reshape(-1)]
-        if f"{name}.bias" in self.tensors:
-            weights.append(self.tensors[f"{name}.bias"])
-        (y,) = self.writer.plugin("w8a8_linear", *x, *map(self.writer.constant, weights), dtype=self.dtype)
+        return self._quantized_product(name, x, self.recipe.activations)
+
+    def head(self, x):
+        if not self.recipe.quantize_lm_head:
+            return super().head(x)
+        return self._quantized_product(_HEAD, self._quantized_norm(_FINAL_NORM, x, 16), 16)
+
+    def _quantized_norm(self, norm: str, x, activations: int):
+        weight = self.writer.constant(self.tensors[f"{norm}.weight"])
+        return self.writer.plugin("rms_norm_quantize", x, weight, eps=self.config.norm_epsilon, activations=activations)
+
+    def _smoothed(self, operation: str, *inputs, linear: str):
+        inverse = self.writer.constant(1.0 / self.tensors[f"{linear}.smoother"].reshape(-1))
+        attributes = {"hadamard": self._block(linear), "activations": self.recipe.activations}
+        return self.writer.plugin(operation, *inputs, inverse, **attributes)
+
+    def _quantized_product(self, name: str, x, activations: int):
+        tensors = [self.tensors[f"{name}.weight"], self.tensors[f"{name}.per_channel_scale"].reshape(-1)]
+        operation, bias = "linear", self.tensors.get(f"{name}.bias")
+        if bias is not None:
+            operation = "linear_bias"
+            tensors.append(bias)
+        constants = map(self.writer.constant, tensors)
+        (y,) = self.writer.plugin(operation, *x, *constants, activations=activations, output=self.dtype)
         return y
-
-    def _inverse_smoother(self, linear: str):
-        return self.writer.constant(1.0 / self.tensors[f"{linear}.smoother"].reshape(-1))
-
-    def _block(self, linear: str) -> int:
-        return self.blocks.get(linear.split(".", 3)[-1], 0)

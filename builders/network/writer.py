@@ -152,8 +152,12 @@ class NetworkWriter:
         layer.decomposable = True  # not every head size has a fused kernel
         return self._out(layer)
 
+    @property
+    def takes_plugins(self) -> bool:
+        return self._add_plugin is not None
+
     def plugin(self, operation: str, *inputs, **attributes) -> Sequence[object]:
-        """The outputs of an operation of `quasar_trt.plugins.reference`."""
+        """The outputs of an operation as `quasar_trt.plugins.tensorrt` registers it."""
         return self._add_plugin(self._network, operation, inputs, attributes)
 
     def _dtype(self, name: str):

@@ -25,14 +25,14 @@ RECIPES = {
         exclude=("transformer.layers.0.mlp.*", "*.1.attention.dense"),
     ),
     "plugin, rotated": Recipe(),
+    "plugin, 16-bit activations": Recipe(activations=16),
     "plugin, INT8 head, exclusions": Recipe(
         rotate=False, quantize_lm_head=True, exclude=("transformer.layers.1.*", "*.0.mlp.proj")
     ),
 }
 
 
-def network_for(recipe):
-    return RecordedNetwork(trt) if recipe.activations == 8 else real_network()
+WITHOUT_PLUGINS = [name for name in RECIPES if not name.startswith("plugin")]
 
 
 def through_reference(model, caches, rows):
@@ -41,9 +41,10 @@ def through_reference(model, caches, rows):
     return [model.logits(part) for part in states.split([len(tokens) for tokens in rows])]
 
 
-def check_decoding(config, recipe, tensors, atol):
+def check_decoding(config, recipe, tensors, atol, plugins=False):
     """Prefill, a ragged verify pass, a rollback and another one, in the network and in the reference model."""
-    network = InterpretedDecoder(decoder_graph(network_for(recipe), config, recipe, tensors), slots=3)
+    written = RecordedNetwork(trt) if plugins else real_network()
+    network = InterpretedDecoder(decoder_graph(written, config, recipe, tensors, plugins=plugins), slots=3)
     model = ReferenceModel(config, recipe, tensors)
     caches = [model.new_cache() for _ in range(3)]
     lengths = [0, 0, 0]
@@ -80,7 +81,8 @@ def test_network_decodes_as_the_reference_model(architecture):
 def test_network_of_every_recipe_decodes_as_the_reference_model(name):
     # A sum in another order may move an 8-bit code by one: 1/127 of a row's largest activation.
     atol = 0.05 if RECIPES[name].activations == 8 else 2e-3
-    check_decoding(*tiny_checkpoint(recipe=RECIPES[name], architecture="Qwen3ForCausalLM", attention_bias=True), atol)
+    model = tiny_checkpoint(recipe=RECIPES[name], architecture="Qwen3ForCausalLM", attention_bias=True)
+    check_decoding(*model, atol, plugins=name not in WITHOUT_PLUGINS)
 
 
 def test_scaled_rope_and_a_tied_head_come_from_the_checkpoint():
@@ -100,7 +102,7 @@ def test_bfloat16_network_stays_near_the_reference_model():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.activations != 8])
+@pytest.mark.parametrize("name", WITHOUT_PLUGINS)
 def test_double_records_what_the_real_network_holds(name, dtype):
     config, recipe, tensors = tiny_checkpoint(recipe=RECIPES[name], architecture="PanguEmbeddedForCausalLM")
     real = decoder_graph(real_network(), config, recipe, tensors, dtype=dtype)

@@ -115,7 +115,7 @@ def test_wrong_targets_are_refused_before_the_model_is_read(model_dir, tmp_path,
 
 def test_a_missing_stack_is_named_with_the_line_that_installs_it(model_dir, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
-    monkeypatch.setattr("quasar_trt.builders.tensorrt_target.version_of", lambda name: None)
+    monkeypatch.setattr("quasar_trt.tensorrt_stack.version_of", lambda name: None)
     assert "pip install 'quasar-trt[tensorrt-rtx]'" in refusal(model_dir, tmp_path)
 
 
