@@ -56,7 +56,7 @@ def build(
     """Builds `model` (Hugging Face directory, GGUF file or hub id) into the engine directory `output_dir`.
 
     target: what the engine runs on, "cpu" or one of `PLAN_TARGETS`; sm: compute capabilities times ten of the GPUs that a plan is
-        compiled for, where the target takes any.
+        compiled for; "tensorrt" compiles for the machine's own.
     calib_dataset: .txt or .jsonl file; without it the model writes its own calibration text from `seed`, or, where it is too
         large for that, reads one that the package carries.
     calib_size, calib_max_seq_length: samples, and tokens of each; 16 and 256 when None.
@@ -71,7 +71,7 @@ def build(
     for. On any failure or interrupt nothing is left behind.
     """
     output_dir = Path(output_dir)
-    _check_target(target, recipe, tp_size, sm)
+    sm = _check_target(target, recipe, tp_size, sm)
     recipe.refuse_unused(calib_dataset=calib_dataset, calib_size=calib_size, calib_max_seq_length=calib_max_seq_length)
     calib_size = whole_number("calib_size", CALIB_SIZE if calib_size is None else calib_size)
     calib_max_seq_length = whole_number(
@@ -130,7 +130,7 @@ def _build(
         compiled = _compile(source.config, recipe, tp_size, directory, stages)
     else:
         advance = stages.stage("Compiling", len(sm))
-        plan, compiled = compile_plans(source.config, recipe, limits, sm, directory, advance)
+        plan, compiled = compile_plans(target, source.config, recipe, limits, sm, directory, advance)
     files |= compiled
     producer = {"quasar-trt": __version__} | {name: version(name) for name in ("torch", "transformers", "numpy")}
     described = {"path": source.path, "kind": source.kind, "notices": source.notices}
@@ -149,16 +149,17 @@ def _build(
     return manifest
 
 
-def _check_target(target: str, recipe: Recipe, tp_size: int, sm: Sequence[int]) -> None:
-    """Refuses a target that is unknown or not installed, and what it cannot compile."""
+def _check_target(target: str, recipe: Recipe, tp_size: int, sm: Sequence[int]) -> tuple[int, ...]:
+    """The GPUs to compile for. Refuses a target that is unknown or not installed, and what it cannot compile."""
     if target in PLAN_TARGETS:
-        check_target(recipe, tp_size, sm)
-    elif target != "cpu":
+        return check_target(target, recipe, tp_size, sm)
+    if target != "cpu":
         raise unknown("target", target, ["cpu", *PLAN_TARGETS])
-    elif sm:
+    if sm:
         raise QuasarError(
             f"sm is {', '.join(map(str, sm))}; target 'cpu' has no use for it: leave it out, or choose a target"
         )
+    return ()
 
 
 def _check(config: ModelConfig, recipe: Recipe, tp_size: int, max_seq_len: int | None) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 PLAN_HEADER = 4096  # bytes of a plan whose hash is checked whenever it is opened
 
 
-# Target that is compiled into plans -> bits of activations that a recipe has there if none are asked for.
-PLAN_TARGETS = {"tensorrt-rtx": 16}
+# Target that is compiled into plans, named as the distribution that does it -> bits of activations that a recipe has there if
+# none are asked for.
+PLAN_TARGETS = {"tensorrt": 8, "tensorrt-rtx": 16}
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Plan:
 
     stack: the distribution that compiled them, "tensorrt" or "tensorrt-rtx"; version: of it, the only one that runs them.
     sms: GPUs that there is a plan for, by compute capability times ten.
-    lowering: of quantized linears, "plugin" (per-token INT8 activations) or "weight_only" (BF16 activations).
+    lowering: of quantized linears, "plugin" (activations quantized per token) or "weight_only" (BF16 activations).
     prefill_rows: most rows of a prompt in one pass.
     """
 

@@ -205,12 +205,13 @@ class RecordedNetwork:
         assert queries.dtype == keys.dtype == values.dtype
         return _Attention(self, [queries, keys, values], norm_op, causal_kind)
 
-    def add_plugin(self, operation, inputs, attributes):
-        """A layer of `quasar::operation`; types and sizes as `quasar_trt.plugins.tensorrt` says."""
-        layer = RecordedLayer(
+    def add_plugin(self, described, aot):
+        """described: (operation below `quasar::`, inputs, attributes); types and sizes as `quasar_trt.plugins.tensorrt` says."""
+        operation, inputs, attributes = described
+        assert aot
+        return RecordedLayer(
             self, "PLUGIN_V3", inputs, self._plugin_outputs, operation=operation, attributes=attributes
         )
-        return layer.outputs
 
     def _plugin_outputs(self, layer):
         trt, x = self.trt, layer.inputs[0]

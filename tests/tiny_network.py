@@ -6,7 +6,6 @@ import tensorrt_rtx as trt
 import torch
 from network_graph import Graph, read_graph
 from network_interpreter import Interpreter
-from recorded_network import RecordedNetwork
 
 from quasar_trt.builders.network.decoder import DecoderNetwork
 from quasar_trt.builders.network.writer import NetworkWriter
@@ -21,9 +20,13 @@ def real_network():
     return _BUILDER.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
 
 
+def _add_plugin(network, *described):
+    return network.add_plugin(described, aot=True).outputs
+
+
 def decoder_graph(network, config, recipe, tensors, capacity=64, dtype="float32", plugins=False) -> Graph:
     """The decoder written into `network` and read back; with plugins a network is the double."""
-    writer = NetworkWriter(trt, network, RecordedNetwork.add_plugin if plugins else None)
+    writer = NetworkWriter(trt, network, _add_plugin if plugins else None)
     arrays = {name: to_numpy(tensor) for name, tensor in tensors.items()}
     DecoderNetwork(writer, config, recipe, arrays, capacity, dtype).write()
     return read_graph(trt, network, writer.constants)

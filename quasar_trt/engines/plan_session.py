@@ -40,10 +40,7 @@ class PlanSession:
         most = sizes.largest
         logits = most.wanted * config.logits_size * (torch.bfloat16.itemsize + torch.float32.itemsize)
         _check_memory(caches + logits + self._engine.device_memory_size_v2, device, path, sizes)
-        runtime_config = self._engine.create_runtime_config()
-        # A graph is captured for each shape of pass and window of slots, so all other addresses stay.
-        runtime_config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
-        self._context = self._engine.create_execution_context(runtime_config)
+        self._context = self._new_context(trt)
         if self._context is None:
             raise QuasarError(f"{path} cannot be run: {logger.first_error}")
         self._logger = logger
@@ -67,6 +64,14 @@ class PlanSession:
             for i in range(config.num_hidden_layers)
             for names in bindings.cache_bindings(i)
         }
+
+    def _new_context(self, trt: ModuleType):
+        """TensorRT-RTX captures CUDA graphs by itself: of each shape of pass and window of slots, as all other addresses stay."""
+        if not hasattr(trt, "CudaGraphStrategy"):
+            return self._engine.create_execution_context()
+        runtime_config = self._engine.create_runtime_config()
+        runtime_config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+        return self._engine.create_execution_context(runtime_config)
 
     def run(self, first_slot: int, ids: np.ndarray, past_lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """One pass over neighbouring slots from `first_slot`.

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 from click.testing import CliRunner
+from plan_double import CpuDevice
+from tensorrt_builder_double import TensorRTBuilderDouble
 from tiny import save_hf, tiny_checkpoint, tiny_llama, write_engine_dir
 
 from quasar_trt.builders import build as build_module
@@ -14,6 +16,7 @@ from quasar_trt.builders.build import build
 from quasar_trt.builders.tensorrt_target import compile_plans
 from quasar_trt.checkpoint import Checkpoint
 from quasar_trt.cli import cli
+from quasar_trt.engines import cuda_device
 from quasar_trt.errors import QuasarError
 from quasar_trt.fidelity_report import read_fidelity
 from quasar_trt.manifest import Limits, Manifest
@@ -88,7 +91,7 @@ def test_a_plan_grows_by_the_bytes_of_its_int8_weights(tmp_path):
         overrides = {"num_hidden_layers": 1, "intermediate_size": intermediate, "hidden_size": 240}
         config, recipe, tensors = tiny_checkpoint(recipe=Recipe(activations=16), **overrides)
         directory = write_engine_dir(tmp_path / str(intermediate), config, recipe, tensors)
-        _, files = compile_plans(config, recipe, LIMITS, [80], directory, lambda count: None)
+        _, files = compile_plans("tensorrt-rtx", config, recipe, LIMITS, [80], directory, lambda count: None)
         sizes[intermediate] = files["rank0.sm80.engine"].size, sum(tensor.nbytes for tensor in tensors.values())
     (small, few), (large, many) = sizes.values()
     assert many - few > 11e6
@@ -100,7 +103,7 @@ def test_what_the_compiler_says_is_the_reason(tmp_path):
     directory = write_engine_dir(tmp_path / "engine", config, recipe, tensors)
     limits = dataclasses.replace(LIMITS, max_batch_size=2**20, max_seq_len=2**20)
     with pytest.raises(QuasarError, match="tensorrt-rtx cannot compile this model for SM 80: IBuilder"):
-        compile_plans(config, recipe, limits, [80], directory, lambda count: None)
+        compile_plans("tensorrt-rtx", config, recipe, limits, [80], directory, lambda count: None)
 
 
 def test_wrong_targets_are_refused_before_the_model_is_read(model_dir, tmp_path, monkeypatch):
@@ -131,3 +134,56 @@ def test_command_line_keeps_bf16_activations_where_plugins_cannot_be(model_dir, 
         CliRunner().invoke(cli, command, catch_exceptions=False)
     assert [arguments[2].activations for arguments, _ in built] == [8, 16, 8]
     assert [(options["target"], options["sm"]) for _, options in built[:2]] == [("cpu", ()), ("tensorrt-rtx", (80, 89))]
+
+
+# Target `tensorrt`, on a double of its builder
+
+
+@pytest.fixture
+def tensorrt(monkeypatch):
+    double = TensorRTBuilderDouble()
+    double.install(monkeypatch)
+    monkeypatch.setattr(cuda_device, "CudaDevice", lambda: CpuDevice(sm=90))
+    return double
+
+
+def test_target_tensorrt_compiles_plugins_for_its_own_gpu(model_dir, tmp_path, tensorrt, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    limits = dataclasses.asdict(LIMITS)
+    manifest = build(str(model_dir), tmp_path / "out", Recipe(), target="tensorrt", **QUICK, **limits)
+    assert manifest.plan == Plan("tensorrt", "10.15.1", (90,), "plugin", 64)
+    assert (tmp_path / "out" / "rank0.sm90.engine").read_bytes() == b"a plan"
+    Manifest.open(tmp_path / "out").verify(tmp_path / "out")
+    (network,) = tensorrt.networks
+    plugins = [layer for layer in network.layers if layer.type.name == "PLUGIN_V3"]
+    assert len(plugins) == 2 * 9  # in each layer: two norms, two smoothers, five linears
+    assert {layer.attributes["sm"] for layer in plugins} == {90}
+    (profile,) = tensorrt.profiles
+    assert profile["input_ids"] == ((1, 1), (2, 4), (2, 64))
+    assert profile["logits_rows"] == ((1,), (8,), (64,))
+    assert profile["past_keys.1"] == ((1, 2, 68, 16), (2, 2, 68, 16), (2, 2, 68, 16))
+    assert profile["span"] == ((1,), (68,), (68,))
+
+
+def test_timings_are_kept_from_one_build_to_the_next(tmp_path, tensorrt, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config, recipe, tensors = tiny_checkpoint(num_hidden_layers=1)
+    directory = write_engine_dir(tmp_path / "engine", config, recipe, tensors)
+    for times in (1, 2):
+        compile_plans("tensorrt", config, recipe, LIMITS, [90], directory, lambda count: None)
+        cache = tmp_path / "cache" / "quasar-trt" / "timing" / "tensorrt-10.15.1-sm90.cache"
+        assert cache.read_bytes() == b"timed" * times
+    monkeypatch.setenv("XDG_CACHE_HOME", str(directory / "rank0.sm90.engine"))  # no directory can be there
+    compile_plans("tensorrt", config, recipe, LIMITS, [90], directory, lambda count: None)
+
+
+def test_target_tensorrt_is_refused_where_it_cannot_compile(model_dir, tmp_path, tensorrt, monkeypatch):
+    options = {"target": "tensorrt", "recipe": Recipe()}
+    assert "tp_size is 2; target 'tensorrt' allows 1" in refusal(model_dir, tmp_path, **options, tp_size=2)
+    assert "sm is 80; target 'tensorrt' compiles for the machine's own GPU, a double, SM 90" in refusal(
+        model_dir, tmp_path, **options
+    )
+    monkeypatch.setattr("quasar_trt.tensorrt_stack.version_of", lambda name: None)
+    for stack in ("triton", "tensorrt"):
+        monkeypatch.setitem(sys.modules, stack, None)
+        assert f"the package {stack} is needed: not installed (pip install" in refusal(model_dir, tmp_path, **options)

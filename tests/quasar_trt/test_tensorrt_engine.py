@@ -293,6 +293,8 @@ def test_machines_without_cuda_are_told_what_is_missing(engine_dir, monkeypatch)
 def test_engines_and_directories_that_do_not_fit_are_refused(engine_dir, tmp_path):
     assert "was built for target 'tensorrt-rtx', engine 'cpu' runs target 'cpu'" in refusal(engine_dir, "cpu")
     other = write_engine_dir(tmp_path / "other", *MODEL)
-    assert "was built for target 'cpu'; engine 'tensorrt' runs targets tensorrt-rtx" in refusal(other, "tensorrt")
+    assert "was built for target 'cpu'; engine 'tensorrt' runs targets tensorrt, tensorrt-rtx" in refusal(
+        other, "tensorrt"
+    )
     (engine_dir / "rank0.sm89.engine").write_bytes(b"plaN")
     assert "was altered: build the engine again" in refusal(engine_dir)
