@@ -89,7 +89,7 @@ def build(
     longest = _longest(source.config, max_seq_len)
     limits = Limits(max_batch_size, max_seq_len or longest, max_draft_len)
     calibration = Calibration(calib_dataset, calib_size, min(calib_max_seq_length, longest), seed)
-    needs = estimate(source.config, recipe, tp_size, calib_size * calibration.length)
+    needs = estimate(source.config, recipe, tp_size, calib_size * calibration.length, len(sm))
     with Stages(progress and not dry_run) as stages:
         if progress or dry_run:
             stages.say(str(needs))
