@@ -61,7 +61,7 @@ class TensorRTDouble:
         return SimpleNamespace(deserialize_cuda_engine=self._load)
 
     def _load(self, content: bytes):
-        self.loaded.append(content)
+        self.loaded.append(bytes(content))
         if self.graph is None:
             self._logger.log(_Logger.WARNING, "a warning")
             self._logger.log(_Logger.ERROR, "the magic tag\ndoes not match")

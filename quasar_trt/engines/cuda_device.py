@@ -16,16 +16,11 @@ class CudaDevice:
 
     def __init__(self):
         if torch.version.cuda is None:
-            raise QuasarError(
-                f"engine 'tensorrt' cannot run: torch {torch.__version__} is built without CUDA; install a CUDA build of it"
-            )
-        if ctypes.util.find_library("cuda") is None:
-            raise QuasarError("engine 'tensorrt' cannot run: no NVIDIA driver (libcuda) was found; install the driver")
+            raise QuasarError(f"torch {torch.__version__} is built without CUDA; a GPU needs a CUDA build of it")
         if not torch.cuda.is_available():
-            raise QuasarError(
-                "engine 'tensorrt' cannot run: no NVIDIA GPU that the driver shows; check with nvidia-smi, and what "
-                "CUDA_VISIBLE_DEVICES says"
-            )
+            if ctypes.util.find_library("cuda") is None:
+                raise QuasarError("no NVIDIA driver (libcuda) was found; install the driver")
+            raise QuasarError("the NVIDIA driver shows no GPU; look at nvidia-smi, and at CUDA_VISIBLE_DEVICES")
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         properties = torch.cuda.get_device_properties(self.torch_device)
         self.name: str = properties.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 from types import ModuleType
 
@@ -34,7 +35,8 @@ class PlanSession:
         _check_memory(path.stat().st_size + caches, device, path, sizes)
         logger = quiet_logger(trt)
         self._runtime = trt.Runtime(logger)
-        self._engine = self._runtime.deserialize_cuda_engine(path.read_bytes())
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            self._engine = self._runtime.deserialize_cuda_engine(content)
         if self._engine is None:
             raise QuasarError(f"{path} cannot be loaded: {logger.first_error}; build the engine again")
         most = sizes.largest
@@ -47,7 +49,7 @@ class PlanSession:
 
         def on_device(binding: str, *sizes: int, dtype: torch.dtype | None = None) -> torch.Tensor:
             dtype = dtype or _DTYPES[self._engine.get_tensor_dtype(binding).name]
-            return torch.zeros(sizes, dtype=dtype, device=device.torch_device)
+            return torch.empty(sizes, dtype=dtype, device=device.torch_device)
 
         rows = most.batch * most.rows
         lengths = {
@@ -102,6 +104,12 @@ class PlanSession:
             self._done(self._context.set_tensor_address(bindings.LOGITS, self._logits.data_ptr()))
             self._done(self._context.execute_async_v3(stream))
             return self._logits[: len(wanted)].to("cpu", torch.float32, copy=True).numpy()  # waits for the pass
+
+    def clear(self, slot: int) -> None:
+        """Zeros in a slot's cache: what attention masks has weight 0, and 0 times NaN would be NaN."""
+        with self._device.stream():
+            for cache in self._caches.values():
+                cache[slot].zero_()
 
     def copy(self, source: int, target: int, length: int) -> None:
         """The first `length` tokens of one slot's cache into another's."""

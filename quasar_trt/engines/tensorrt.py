@@ -30,6 +30,8 @@ class Session(Protocol):
 
     def run(self, first_slot: int, ids: np.ndarray, past_lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray: ...
 
+    def clear(self, slot: int) -> None: ...
+
     def copy(self, source: int, target: int, length: int) -> None: ...
 
 
@@ -95,6 +97,7 @@ class TensorRTEngine(Engine):
             )
         handle = next(self._handles)
         self._slots[handle] = min(free)  # few slots between those in use
+        self._session.clear(self._slots[handle])
         return handle
 
     def fork(self, sequence: int) -> int:

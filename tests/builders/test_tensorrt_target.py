@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import sys
 
 import pytest
 from click.testing import CliRunner
 from plan_double import CpuDevice
+from rich.console import Console
 from tensorrt_builder_double import TensorRTBuilderDouble
 from tiny import save_hf, tiny_checkpoint, tiny_llama, write_engine_dir
 
@@ -19,6 +21,7 @@ from quasar_trt.cli import cli
 from quasar_trt.engines import cuda_device
 from quasar_trt.errors import QuasarError
 from quasar_trt.fidelity_report import read_fidelity
+from quasar_trt.info import show_engine
 from quasar_trt.manifest import Limits, Manifest
 from quasar_trt.plan import Plan
 from quasar_trt.recipe import Recipe
@@ -58,6 +61,12 @@ def test_the_directory_holds_a_plan_for_each_gpu(engine_dir):
     assert set(manifest.files) == {"checkpoint/rank0.safetensors", "rank0.sm80.engine", "rank0.sm89.engine"}
     assert manifest.files["rank0.sm80.engine"] != manifest.files["rank0.sm89.engine"]
     assert Checkpoint.open(engine_dir / "checkpoint").recipe == Recipe(activations=16)
+
+
+def test_info_tells_what_the_plans_are_for(engine_dir):
+    console = Console(file=io.StringIO(), width=120)
+    show_engine(engine_dir, Manifest.open(engine_dir), console)
+    assert "SM 80, 89, by tensorrt-rtx 1.7.1.116, BF16 activations" in console.file.getvalue()
 
 
 def test_fidelity_is_that_of_the_checkpoint(engine_dir):

@@ -165,6 +165,16 @@ def test_slots_are_used_again_and_handles_are_not(engine, reference):
     assert len(handles) == LIMITS.max_batch_size
 
 
+def test_what_a_slot_held_before_does_no_harm(trt, tmp_path, reference):
+    engine = open_double(trt, tmp_path)
+    for cache in engine._session._caches.values():
+        cache.fill_(torch.nan)
+    for each in (engine, reference):
+        each.open(), each.open()
+    batch = [entry(0, 7, seed=1), entry(1, 2, seed=2)]
+    assert_same_logits(steps(engine, batch), steps(reference, batch))
+
+
 def test_a_failing_accept_changes_nothing(engine):
     engine.open(), engine.open()
     steps(engine, [entry(0, 5, seed=1), entry(1, 2, seed=2)])
@@ -283,11 +293,11 @@ def test_machines_without_cuda_are_told_what_is_missing(engine_dir, monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "is built without CUDA" in refusal(engine_dir)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(cuda_device.ctypes.util, "find_library", lambda name: None)
     assert "no NVIDIA driver (libcuda) was found" in refusal(engine_dir)
     monkeypatch.setattr(cuda_device.ctypes.util, "find_library", lambda name: "libcuda.so.1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no NVIDIA GPU that the driver shows" in refusal(engine_dir)
+    assert "the NVIDIA driver shows no GPU" in refusal(engine_dir)
 
 
 def test_engines_and_directories_that_do_not_fit_are_refused(engine_dir, tmp_path):
