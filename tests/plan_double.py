@@ -107,7 +107,8 @@ class _Context:
         inputs = {
             tensor.name: self._tensor(tensor.name, tensor.dtype, self._shapes[tensor.name]) for tensor in graph.inputs
         }
-        assert 1 <= int(inputs[bindings.SPAN]) <= sizes.capacity
+        longest = int(inputs[bindings.KEY_VALUE_LENGTHS].max())
+        assert longest <= int(inputs[bindings.SPAN]) <= sizes.capacity
         assert int(inputs[bindings.LOGITS_ROWS].min()) >= 0 and int(inputs[bindings.LOGITS_ROWS].max()) < batch * rows
         for tensor in graph.outputs:
             if tensor.name != bindings.LOGITS:  # updated in place

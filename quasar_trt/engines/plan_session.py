@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,9 @@ from quasar_trt.model_config import ModelConfig
 from quasar_trt.tensorrt_stack import quiet_logger
 
 _DTYPES = {"BF16": torch.bfloat16, "FLOAT": torch.float32}
+_SPAN_STEP = (
+    256  # attention reads a multiple of so many tokens, because TensorRT prepares itself for each shape of pass anew
+)
 
 
 class PlanSession:
@@ -28,7 +32,7 @@ class PlanSession:
 
     def __init__(self, trt: ModuleType, path: Path, device: CudaDevice, config: ModelConfig, sizes: PlanSizes):
         self._device = device
-        self._config = config
+        self._sizes = sizes
         slot = (config.num_key_value_heads, sizes.capacity, config.head_size)
         shape = (sizes.limits.max_batch_size, *slot)
         caches = 2 * config.num_hidden_layers * torch.bfloat16.itemsize * int(np.prod(shape))
@@ -75,22 +79,26 @@ class PlanSession:
         runtime_config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
         return self._engine.create_execution_context(runtime_config)
 
-    def run(self, first_slot: int, ids: np.ndarray, past_lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    def run(self, first_slot: int, ids: np.ndarray, past_lengths: np.ndarray, wanted: Sequence[int]) -> np.ndarray:
         """One pass over neighbouring slots from `first_slot`.
 
-        ids: int32 [batch, rows], padded at the end; past_lengths: int32 [batch], tokens that each slot holds; wanted: int32,
+        ids: int32 [batch, rows], padded at the end; past_lengths: int32 [batch], tokens that each slot holds; wanted:
         which of the batch * rows rows have logits. Returns these, float32 [wanted, vocab]. Raises RuntimeError when
         TensorRT refuses or fails.
         """
         batch, rows = ids.shape
+        # A verify pass has logits of all rows, so that its shape does not depend on how long the drafts are.
+        logits_rows = np.zeros(ids.size if rows <= self._sizes.verify.rows else max(1, len(wanted)), np.int32)
+        logits_rows[: len(wanted)] = wanted
+        span = -(-(int(past_lengths.max()) + rows) // _SPAN_STEP) * _SPAN_STEP
+        span = torch.tensor([min(span, self._sizes.capacity)])  # int64, in host memory
         inputs = {
             bindings.INPUT_IDS: ids,
             bindings.POSITIONS: past_lengths[:, None] + np.arange(rows, dtype=np.int32),
             bindings.PAST_LENGTHS: past_lengths,
             bindings.KEY_VALUE_LENGTHS: past_lengths + np.int32(rows),
-            bindings.LOGITS_ROWS: wanted,
+            bindings.LOGITS_ROWS: logits_rows,
         }
-        span = torch.tensor([int(past_lengths.max()) + rows])  # int64, read in host memory
         with self._device.stream() as stream:
             self._bind(bindings.SPAN, span)
             for name, array in inputs.items():

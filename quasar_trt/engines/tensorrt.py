@@ -28,7 +28,7 @@ from quasar_trt.tensorrt_stack import load_stack
 class Session(Protocol):
     """What runs a plan, as `plan_session.PlanSession` does."""
 
-    def run(self, first_slot: int, ids: np.ndarray, past_lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray: ...
+    def run(self, first_slot: int, ids: np.ndarray, past_lengths: np.ndarray, wanted: Sequence[int]) -> np.ndarray: ...
 
     def clear(self, slot: int) -> None: ...
 
@@ -152,7 +152,7 @@ class TensorRTEngine(Engine):
             ids[slot - first, :count] = rows[index]
             end = (slot - first) * width + count
             wanted_rows += range(end - wanted[index], end)
-        logits = self._run(first, ids, self._lengths[first : first + len(ids)], wanted_rows)
+        logits = self._session.run(first, ids, self._lengths[first : first + len(ids)], wanted_rows)
         ends = np.cumsum([wanted[index] for index in indices])
         return {index: logits[end - wanted[index] : end] for index, end in zip(indices, ends, strict=True)}
 
@@ -163,13 +163,8 @@ class TensorRTEngine(Engine):
             part = np.array([ids[start : start + largest]], np.int32)
             skipped = max(0, len(ids) - wanted - start)
             past = self._lengths[slot : slot + 1] + np.int32(start)
-            parts.append(self._run(slot, part, past, range(skipped, part.size)))
+            parts.append(self._session.run(slot, part, past, range(skipped, part.size)))
         return np.concatenate(parts)
-
-    def _run(self, first_slot: int, ids: np.ndarray, past: np.ndarray, wanted: Sequence[int]) -> np.ndarray:
-        if not len(wanted):  # a plan gives at least one row
-            return self._session.run(first_slot, ids, past, np.zeros(1, np.int32))[:0]
-        return self._session.run(first_slot, ids, past, np.array(wanted, np.int32))
 
     def _slot(self, sequence: int) -> int:
         try:

@@ -16,7 +16,7 @@ from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.base import Draft
 from quasar_trt.engines import cuda_device, open_engine, plan_session, tensorrt
 from quasar_trt.engines.base import Acceptance, SequenceStep
-from quasar_trt.engines.plan_bindings import INPUT_IDS, LOGITS_ROWS, PlanSizes
+from quasar_trt.engines.plan_bindings import INPUT_IDS, LOGITS_ROWS, SPAN, PlanSizes
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
 from quasar_trt.engines.tensorrt import TensorRTEngine
 from quasar_trt.errors import QuasarError
@@ -102,16 +102,16 @@ def test_passes_give_the_logits_of_the_reference_engine(engine, reference, trt):
         keep = lambda index, drafted, kept=kept: kept[index]  # noqa: E731
         assert_same_logits(steps(engine, batch, keep), steps(reference, batch, keep))
         assert [engine.length(handle) for handle in range(3)] == [reference.length(handle) for handle in range(3)]
-    shapes = [(shapes[INPUT_IDS], shapes[LOGITS_ROWS]) for shapes in trt.passes]
-    prompts = [((1, 4), (1,)), ((1, 10), (1,)), ((1, 2), (1,)), ((1, 10), (1,)), ((1, 3), (1,))]
-    assert shapes == [
-        *prompts,
-        ((3, 4), (4 + 2 + 3,)),
-        ((3, 4), (4 + 1,)),
-        ((1, 2), (2,)),
-        ((1, 10), (10,)),
+    # prompts go alone in chunks of 10 rows; verify passes have logits of every row, padding too
+    assert [(shapes[INPUT_IDS], shapes[LOGITS_ROWS]) for shapes in trt.passes] == [
         ((1, 4), (4,)),
-        ((3, 4), (4 + 1 + 1,)),
+        *[((1, 10), (1,)), ((1, 2), (2,))],
+        *[((1, 10), (1,)), ((1, 3), (3,))],
+        ((3, 4), (12,)),
+        ((3, 4), (12,)),
+        ((1, 2), (2,)),
+        *[((1, 10), (10,)), ((1, 4), (4,))],
+        ((3, 4), (12,)),
     ]
 
 
@@ -171,8 +171,8 @@ def test_what_a_slot_held_before_does_no_harm(trt, tmp_path, reference):
         cache.fill_(torch.nan)
     for each in (engine, reference):
         each.open(), each.open()
-    batch = [entry(0, 7, seed=1), entry(1, 2, seed=2)]
-    assert_same_logits(steps(engine, batch), steps(reference, batch))
+    for batch in ([entry(0, 7, seed=1), entry(1, 2, seed=2)], [entry(0, 1, seed=3), entry(1, 1, 1, seed=4)]):
+        assert_same_logits(steps(engine, batch), steps(reference, batch))
 
 
 def test_a_failing_accept_changes_nothing(engine):
@@ -238,6 +238,22 @@ def test_memory_that_does_not_suffice_is_told_with_both_numbers(graph, tmp_path)
 def test_a_plan_that_cannot_be_loaded_is_told_with_the_first_reason(tmp_path):
     with pytest.raises(QuasarError, match=r"rank0.sm80.engine cannot be loaded: the magic tag does not match; build"):
         open_double(TensorRTDouble(None, SIZES), tmp_path)
+
+
+def test_passes_of_many_lengths_have_few_shapes(tmp_path):
+    sizes = PlanSizes(Limits(max_batch_size=2, max_seq_len=700, max_draft_len=3), prefill_rows=10)
+    graph = decoder_graph(real_network(), *MODEL, capacity=sizes.capacity)
+    path = tmp_path / "rank0.sm80.engine"
+    path.write_bytes(b"plan")
+    session = plan_session.PlanSession(TensorRTDouble(graph, sizes), path, CpuDevice(), MODEL[0], sizes)
+    spans = []
+    bind = session._bind
+    session._bind = lambda name, tensor: (spans.append(int(tensor)) if name == SPAN else None, bind(name, tensor))
+    for slot in (0, 1):
+        session.clear(slot)
+    for past in (0, 252, 253, 508, 509, 700):
+        session.run(0, np.zeros((2, 4), np.int32), np.array([past, 0], np.int32), [0])
+    assert spans == [256, 256, 512, 512, 704, 704]
 
 
 # Opening a directory
