@@ -82,7 +82,9 @@ EXTRAS["test"] = [
     *EXTRAS["gguf"],
     *EXTRAS["plot"],
     *EXTRAS["sentencepiece"],
-    *EXTRAS["tensorrt-rtx"],
+    *EXTRAS["tensorrt-rtx"],  # about 95 MB: networks are compiled without a GPU
+    *EXTRAS["triton"],  # about 200 MB: kernels are interpreted and compiled without a GPU
+    "tensorrt-cu13-bindings>=10.15",  # of which only the Python layer for plugins is used; its library needs a GPU
     "sentencepiece>=0.2",
     "pytest>=8",
     "ruff>=0.9",

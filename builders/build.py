@@ -119,7 +119,8 @@ def _build(
     """Fills `directory`, all but its fidelity.json where that is measured on request."""
     source.write_tokenizer(directory)
     tokenizer = load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
-    texts = calibration_texts(source, tokenizer, recipe, calibration, longest, directory.parent, stages)
+    measured = tp_size == 1  # one process runs one rank
+    texts = calibration_texts(source, tokenizer, recipe, calibration, longest, directory.parent, stages, measured)
     converter = Converter(source)
     advance = stages.stage("Quantizing" if recipe.quantized else "Writing", source.config.num_hidden_layers)
     files, quantizer = write_checkpoint(
@@ -140,12 +141,12 @@ def _build(
     )
     manifest = Manifest(producer, target, limits, tp_size, recipe, described, seen, files, plan)
     manifest.write(directory)
-    measured = {"groups": {name: choice.report() for name, choice in quantizer.choices.items()}} if quantizer else {}
-    if texts.unseen and tp_size == 1:  # one process runs one rank
+    report = {"groups": {name: choice.report() for name, choice in quantizer.choices.items()}} if quantizer else {}
+    if texts.unseen:
         windows = [ids[: limits.max_seq_len] for ids in texts.unseen]
         written = f"written by the source model (seed {texts.unseen_seed})"
-        measured = fidelity.measure(source, directory, windows, written, stages=stages) | measured
-    write_json(directory / "fidelity.json", measured)
+        report = fidelity.measure(source, directory, windows, written, stages=stages) | report
+    write_json(directory / "fidelity.json", report)
     return manifest
 
 

@@ -16,7 +16,7 @@ from quasar_trt.checkpoint import checkpoint_spec
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import Recipe
-from quasar_trt.tokenizer import encode
+from quasar_trt.tokenizer import check_ids, encode
 
 CALIB_SIZE, CALIB_MAX_SEQ_LENGTH = 16, 256
 
@@ -55,11 +55,19 @@ def writes_itself(config: ModelConfig) -> bool:
 
 
 def calibration_texts(
-    source: Source, tokenizer, recipe: Recipe, wanted: Calibration, longest: int, scratch: Path, stages: Stages
+    source: Source,
+    tokenizer,
+    recipe: Recipe,
+    wanted: Calibration,
+    longest: int,
+    scratch: Path,
+    stages: Stages,
+    measured: bool,
 ) -> Texts:
     """The texts of one build, all that the model writes in one batch.
 
     tokenizer: None where the source has none. longest: the most tokens that the model allows. scratch: for a temporary file.
+    measured: whether the build measures fidelity, if the model writes its own texts.
     Raises QuasarError for a calibration file that gives nothing, and without a tokenizer for any.
     """
     given, origin = [], "self-generated"
@@ -68,7 +76,8 @@ def calibration_texts(
             raise QuasarError(
                 f"calib_dataset {wanted.dataset} needs a tokenizer, and {source.path} has none; leave it out"
             )
-        given, origin = dataset_ids(Path(wanted.dataset), tokenizer, wanted.size, wanted.length), str(wanted.dataset)
+        given = dataset_ids(Path(wanted.dataset), tokenizer, source.config.vocab_size, wanted.size, wanted.length)
+        origin = str(wanted.dataset)
         if len(given) < wanted.size:
             source.notices.append(
                 f"calibration file {wanted.dataset} has {len(given)} usable texts, {wanted.size} were requested"
@@ -80,7 +89,11 @@ def calibration_texts(
     size = wanted.size if recipe.quantized and not given else 0
     unseen_seed = wanted.seed + _UNSEEN_SEED
     texts = new_texts(tokenizer, source.config.vocab_size, size, wanted.length, wanted.seed)
-    texts += new_texts(tokenizer, source.config.vocab_size, _UNSEEN_SAMPLES, min(_UNSEEN_LENGTH, longest), unseen_seed)
+    if measured:
+        length = min(_UNSEEN_LENGTH, longest)
+        texts += new_texts(tokenizer, source.config.vocab_size, _UNSEEN_SAMPLES, length, unseen_seed)
+    if not texts:
+        return Texts(given, origin)
     steps = max(text.length for text in texts)
     with source_engine(Converter(source), steps, scratch) as engine:
         write(engine, texts, stages.stage("Writing text", steps))
@@ -93,7 +106,7 @@ def _own_text(vocab_size: int, tokenizer, wanted: Calibration) -> tuple[list[lis
     if tokenizer is None:
         random = np.random.default_rng(wanted.seed)
         return random.integers(vocab_size, size=(wanted.size, wanted.length)).tolist(), "random ids"
-    return dataset_ids(_OWN_TEXT, tokenizer, wanted.size, wanted.length), "text of the package"
+    return dataset_ids(_OWN_TEXT, tokenizer, vocab_size, wanted.size, wanted.length), "text of the package"
 
 
 def read_dataset(path: Path) -> list[str]:
@@ -129,10 +142,10 @@ def _row_text(path: Path, number: int, line: str) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def dataset_ids(path: Path, tokenizer, count: int, length: int) -> list[list[int]]:
+def dataset_ids(path: Path, tokenizer, vocab_size: int, count: int, length: int) -> list[list[int]]:
     """The first `count` texts of the file as token ids, each cut to `length`; fewer when the file has fewer.
 
-    Raises as `read_dataset`, and when all of these texts encode to nothing.
+    Raises as `read_dataset`, when all of these texts encode to nothing, and for an id outside of the vocabulary.
     """
     samples = [encode(tokenizer, text)[:length] for text in read_dataset(path)[:count]]
     samples = [ids for ids in samples if ids]
@@ -140,4 +153,6 @@ def dataset_ids(path: Path, tokenizer, count: int, length: int) -> list[list[int
         raise QuasarError(
             f"the texts of calibration file {path} encode to no tokens; give text in the model's alphabet"
         )
+    for ids in samples:
+        check_ids(ids, vocab_size, f"calibration file {path}")
     return samples

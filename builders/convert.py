@@ -51,7 +51,8 @@ class Converter(Mapping[str, torch.Tensor]):
 
     def _read(self, name: str) -> torch.Tensor:
         tensor = self._source.tensor(name)
-        if not tensor.isfinite().all():
+        extremes = torch.stack(torch.aminmax(tensor))  # one pass and no temporaries; NaN is the extreme of any tensor
+        if not extremes.isfinite().all():
             raise QuasarError(
                 f"{self._source.path}: {name} has values that are NaN or infinite; get an intact copy of the model"
             )

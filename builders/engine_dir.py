@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quasar_trt.errors import QuasarError
@@ -28,7 +28,8 @@ def check_output(output_dir: Path, force: bool) -> None:
 @contextmanager
 def appearing_whole(output_dir: Path, force: bool) -> Iterator[Path]:
     """A directory in a temporary one beside `output_dir`: it takes that name when the block succeeds, and vanishes with the
-    temporary one when it fails."""
+    temporary one when it fails, as do parents that were made for it."""
+    absent = [parent for parent in output_dir.parents if not parent.exists()]
     try:
         output_dir.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{output_dir.name}.", dir=output_dir.parent))
@@ -47,6 +48,9 @@ def appearing_whole(output_dir: Path, force: bool) -> Iterator[Path]:
         if replaced.exists() and new.exists():  # failed or interrupted between the two
             _rename(replaced, output_dir)  # if this fails too, `replaced` stays
         shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):  # what holds something stays
+            for parent in absent:
+                parent.rmdir()
 
 
 def _rename(source: Path, target: Path) -> None:

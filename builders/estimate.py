@@ -59,7 +59,7 @@ def estimate(config: ModelConfig, recipe: Recipe, tp_size: int, tokens: int, pla
         checkpoint=checkpoint,
         engine=plans * checkpoint if plans else packed,
         scratch=sum(spec.nbytes for spec in packed_spec(config, Recipe("none")).values())
-        if writes_itself(config)
+        if writes_itself(config) and (recipe.quantized or tp_size == 1)
         else 0,
         memory=_PROGRAM + max(layer, vocabulary, compiling),
     )

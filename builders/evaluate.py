@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from quasar_trt.architectures import architecture_of
 from quasar_trt.builders.fidelity import measure
 from quasar_trt.builders.fidelity_text import fidelity_windows
 from quasar_trt.builders.progress import Stages
@@ -16,7 +17,22 @@ from quasar_trt.checkpoint import Checkpoint
 from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Manifest
 from quasar_trt.model_config import ModelConfig
+from quasar_trt.rope import rope_tables
 from quasar_trt.tokenizer import load_tokenizer
+
+_COMPARED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_size",
+    "vocab_size",
+    "qkv_bias",
+    "dense_bias",
+    "mlp_bias",
+)
+_POSITIONS = 512  # whose rotary embeddings are compared
 
 
 def evaluate_fidelity(
@@ -60,13 +76,25 @@ def _recorded_source(manifest: Manifest) -> Source:
 
 
 def _check_same(config: ModelConfig, source: Source) -> None:
-    """Raises QuasarError naming the first field in which the source differs from the engine's model."""
-    for field in dataclasses.fields(ModelConfig):
-        engine, other = getattr(config, field.name), getattr(source.config, field.name)
-        # A GGUF file stores in float32 what a config.json spells out.
-        same = math.isclose(engine, other, rel_tol=1e-6) if isinstance(engine, float) else engine == other
-        if not same:
-            raise QuasarError(
-                f"{source.path} is another model than the engine's: its {field.name} is {other}, the engine's {engine}; "
-                "give --against the model that the engine was built from"
-            )
+    """Raises QuasarError naming the first thing in which the source differs from the engine's model.
+
+    Two spellings of one model pass: RoPE is compared by its tables, and a head that is the embedding may be stored twice.
+    """
+    other = source.config
+    for name in _COMPARED:
+        if getattr(config, name) != getattr(other, name):
+            raise _another_model(source, f"its {name} is {getattr(other, name)}, the engine's {getattr(config, name)}")
+    if architecture_of(config).head_norms != architecture_of(other).head_norms:
+        raise _another_model(source, f"it is a {other.architecture}, the engine a {config.architecture}")
+    if not math.isclose(config.norm_epsilon, other.norm_epsilon, rel_tol=1e-6):  # a GGUF file stores it in float32
+        raise _another_model(source, f"its norm_epsilon is {other.norm_epsilon}, the engine's {config.norm_epsilon}")
+    positions = min(config.max_position_embeddings, other.max_position_embeddings, _POSITIONS)
+    tables = zip(rope_tables(config, positions), rope_tables(other, positions), strict=True)
+    if not all(np.allclose(ours, theirs, atol=1e-3) for ours, theirs in tables):
+        raise _another_model(source, "its rotary embeddings differ from the engine's")
+
+
+def _another_model(source: Source, why: str) -> QuasarError:
+    return QuasarError(
+        f"{source.path} is another model than the engine's: {why}; give --against the model that the engine was built from"
+    )

@@ -8,7 +8,7 @@ import numpy as np
 
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import whole_number
-from quasar_trt.tokenizer import encode
+from quasar_trt.tokenizer import check_ids, encode
 
 OWN_TEXT = Path(__file__).parent / "data" / "fidelity.txt"
 _WINDOW = 512
@@ -40,7 +40,11 @@ def fidelity_windows(
     if tokenizer is not None:
         ids = encode(tokenizer, _read(text or OWN_TEXT))
         described = "the package's own text" if text is None else str(text)
-        _check_ids(ids, vocab_size, tokens, described)
+        if len(ids) < (tokens or 2):
+            raise QuasarError(
+                f"{described} has {len(ids)} tokens; at least {tokens or 2} are needed: give a longer text"
+            )
+        check_ids(ids, vocab_size, described)
     elif text is not None:
         raise QuasarError(
             f"text {text} needs a tokenizer, and this engine has none; leave it out to measure on random ids"
@@ -61,12 +65,3 @@ def _read(path: Path) -> str:
         raise QuasarError(f"cannot read text {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise QuasarError(f"text {path} is not UTF-8: {error}; give it in that encoding") from None
-
-
-def _check_ids(ids: list[int], vocab_size: int, tokens: int | None, described: str) -> None:
-    if len(ids) < (tokens or 2):
-        raise QuasarError(f"{described} has {len(ids)} tokens; at least {tokens or 2} are needed: give a longer text")
-    if max(ids) >= vocab_size:
-        raise QuasarError(
-            f"{described} has token id {max(ids)}; allowed: 0 to {vocab_size - 1}; the engine's tokenizer is not its model's"
-        )

@@ -113,7 +113,7 @@ class GgufSource(Source):
             array = unpermute(array, self.config.num_attention_heads)
         elif moved and ".self_attn.k_proj." in name:
             array = unpermute(array, self.config.num_key_value_heads)
-        return torch.from_numpy(np.array(array))  # a copy: the mapped file is read-only
+        return torch.from_numpy(np.require(array, requirements=["C", "W"]))  # of the mapped file, read-only, a copy
 
     def write_tokenizer(self, directory: Path) -> None:
         self._tokenizer.save(str(directory / "tokenizer.json"))

@@ -89,11 +89,11 @@ def build_tokenizer(field: Callable[[str], object], where: str) -> tuple[Tokeniz
         tokenizer, adds_bos = _sentencepiece(field, tokens, where), True
     else:
         raise unknown(f"tokenizer.ggml.model in {where}", str(kind), ("gpt2", "llama"))
-    for token, token_type in zip(tokens, field("ggml.token_type") or [], strict=False):
-        if token_type in (CONTROL, UNKNOWN):
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif token_type == USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False)])
+    kinds = list(zip(tokens, field("ggml.token_type") or [], strict=False))
+    # All at once: each call prepares the search for all added tokens anew.
+    special = [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind in (CONTROL, UNKNOWN)]
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == USER_DEFINED])
     roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     ids = {role: field(f"ggml.{name}_token_id") for name, role in roles.items()}
     values = {f"{role}_token": tokens[i] for role, i in ids.items() if i is not None}

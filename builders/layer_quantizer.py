@@ -52,11 +52,15 @@ class LayerQuantizer:
     def __call__(self, i: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Layer i: BF16 or float32 tensors in, those of `checkpoint_spec` out.
 
-        Raises QuasarError naming the first linear whose input or output is not finite.
+        Raises QuasarError naming the first linear whose input or output, or the layer whose output is not finite.
         """
         self._groups = {group.name: group for group in layer_groups(self._config, i)}
         self._layer, self._finished = dict(tensors), {}
         self._states.advance(i, self._layer)
+        if not self._states.rows.isfinite().all():
+            raise QuasarError(
+                f"calibration reached NaN or infinity at the output of layer {i}; the model cannot be built"
+            )
         quantized, self._layer, self._finished = self._finished, {}, {}  # nothing of a layer stays for the next
         kept = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items() if name not in quantized}
         return kept | quantized
@@ -98,7 +102,7 @@ class LayerQuantizer:
     def _choose(self, group: Group, x: Tensor, weight: Tensor, block: int) -> Choice:
         trial = Trial(x, weight, block, self._recipe.activations)
         if self._recipe.smoothquant is not None:
-            s = smoother(x.abs().amax(dim=0), weight.abs().amax(dim=0), self._recipe.smoothquant)
+            s = smoother(x.abs().amax(dim=0), trial.weight_maxima, self._recipe.smoothquant)
             choice = Choice(self._recipe.smoothquant, "max", trial.error(s), s)
         elif self._recipe.rotate and group.norm is not None:
             s = torch.ones(x.shape[1])  # a rotated stream has no channel that stands out

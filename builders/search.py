@@ -14,7 +14,8 @@ from quasar_trt.plugins.reference import hadamard
 from quasar_trt.recipe import SMOOTHQUANT
 
 ALPHAS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-_ROWS = 1024  # a candidate is judged on this many rows, evenly spread over the texts
+_ROWS = 1024  # a candidate is judged on this many rows, evenly spread over the texts,
+_OUTPUTS = 1024  # and on this many output channels, evenly spread over the group's
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,13 @@ class Trial:
     """
 
     def __init__(self, x: Tensor, weight: Tensor, block: int = 0, activations: int = 8):
-        spread = torch.linspace(0, len(x) - 1, min(len(x), _ROWS), dtype=torch.float64).long()
-        self.x, self.weight = x[spread], weight
+        self.x, self._weight = _spread(x, _ROWS), _spread(weight, _OUTPUTS)
+        self.weight_maxima = weight.abs().amax(dim=0)
         self._block = block
         self._limit = 2 ** (activations - 1) - 1
-        self._output = self.x @ weight.T
+        self._output = self.x @ self._weight.T
         self._size = float(torch.linalg.vector_norm(self._output, dtype=torch.float64))
-        self._input, self._scaled = torch.empty_like(self.x), torch.empty_like(weight)
+        self._input, self._scaled = torch.empty_like(self.x), torch.empty_like(self._weight)
         self._difference = torch.empty_like(self._output)
 
     def error(self, s: Tensor) -> float:
@@ -72,7 +73,7 @@ class Trial:
         if self._size == 0:
             return 0.0
         q = self._rounded(torch.div(self.x, s, out=self._input), self._limit)
-        w = self._rounded(torch.mul(self.weight, s, out=self._scaled), 127)
+        w = self._rounded(torch.mul(self._weight, s, out=self._scaled), 127)
         torch.addmm(self._output, q, w.T, beta=-1, out=self._difference)
         return float(torch.linalg.vector_norm(self._difference, dtype=torch.float64)) / self._size
 
@@ -85,6 +86,13 @@ class Trial:
         return y.div_(scale).round_().mul_(scale)
 
 
+def _spread(rows: Tensor, most: int) -> Tensor:
+    """At most so many of the rows, evenly spread."""
+    if len(rows) <= most:
+        return rows
+    return rows[torch.linspace(0, len(rows) - 1, most, dtype=torch.float64).long()]
+
+
 def search(x: Tensor, trial: Trial) -> Choice | None:
     """The smoother of least `Trial.error` that the search meets, for inputs x [rows, columns].
 
@@ -92,12 +100,11 @@ def search(x: Tensor, trial: Trial) -> Choice | None:
     exponent the error has one valley. So the choice is never worse than (max, 0.5), which wins a tie. None when no error
     is finite.
     """
-    columns = trial.weight.abs().amax(dim=0)
     best = None
     for statistic, sizes in input_statistics(x, trial.x).items():
 
         def attempt(alpha: float, statistic=statistic, sizes=sizes) -> Choice:
-            s = smoother(sizes, columns, alpha)
+            s = smoother(sizes, trial.weight_maxima, alpha)
             return Choice(alpha, statistic, trial.error(s), s)
 
         found = _descend(attempt)

@@ -20,8 +20,9 @@ from quasar_trt.builders.progress import Advance
 from quasar_trt.engines import default_engine
 from quasar_trt.engines.base import Acceptance, Engine, SequenceStep
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
+from quasar_trt.errors import QuasarError
 from quasar_trt.recipe import Recipe
-from quasar_trt.tokenizer import chat_text, encode
+from quasar_trt.tokenizer import chat_text, check_ids, encode
 
 _MARK = "<<content>>"
 
@@ -36,8 +37,10 @@ class SelfText:
 
 
 def new_texts(tokenizer, vocab_size: int, count: int, length: int, seed: int) -> list[SelfText]:
-    """`count` beginnings: every other one opens a chat message where there is a chat template, and each goes on with an
+    """`count` beginnings: every other one opens a chat message where the chat template has one, and each goes on with an
     ordinary token drawn from the whole vocabulary, which is what makes the texts varied. `tokenizer` may be None.
+
+    Raises QuasarError when a text begins with a token outside of the vocabulary.
     """
     prefixes, ordinary = [[]], list(range(vocab_size))
     if tokenizer is not None:
@@ -45,14 +48,25 @@ def new_texts(tokenizer, vocab_size: int, count: int, length: int, seed: int) ->
         ordinary = [i for i in range(min(vocab_size, len(tokenizer))) if i not in added]
         prefixes = [encode(tokenizer, "")]
         if tokenizer.chat_template:
-            opening = chat_text(tokenizer, [{"role": "user", "content": _MARK}], add_generation_prompt=False)
-            prefixes.append(tokenizer(opening.split(_MARK)[0], add_special_tokens=False)["input_ids"])
+            prefixes += _chat_prefix(tokenizer)
+    for prefix in prefixes:
+        check_ids(prefix, vocab_size, "the beginning of a text by this tokenizer")
     texts = []
     for i in range(count):
         random = np.random.default_rng([seed, i])
         start = [*prefixes[i % len(prefixes)], ordinary[random.integers(len(ordinary))]]
         texts.append(SelfText(start[:length], length, random))
     return texts
+
+
+def _chat_prefix(tokenizer) -> list[list[int]]:
+    """The ids before a user's first words; none where the template refuses a conversation of one message, as templates that
+    insist on a system message do."""
+    try:
+        opening = chat_text(tokenizer, [{"role": "user", "content": _MARK}], add_generation_prompt=False)
+    except QuasarError:
+        return []
+    return [tokenizer(opening.split(_MARK)[0], add_special_tokens=False)["input_ids"]]
 
 
 def write(engine: Engine, texts: Sequence[SelfText], advance: Advance) -> None:

@@ -83,9 +83,11 @@ def smooth_quantize(
     return q[:, :k], scale
 
 
-def rms_norm_quantize(x: np.ndarray, weight: np.ndarray, eps: float, isa: str = "") -> tuple[np.ndarray, np.ndarray]:
+def rms_norm_quantize(
+    x: np.ndarray, weight: np.ndarray, eps: float, activations: int = 8, isa: str = ""
+) -> tuple[np.ndarray, np.ndarray]:
     """RMSNorm whose weight carries the smoother, then quantization per row."""
-    return quantize_8(rms_norm(x, weight, eps, isa), isa)
+    return {8: quantize_8, 16: quantize_16}[activations](rms_norm(x, weight, eps, isa), isa)
 
 
 def silu_mul_smooth_quantize(

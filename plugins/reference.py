@@ -75,9 +75,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight.float()
 
 
-def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`quantize_8` of `rms_norm`; the weight already carries the smoother."""
-    return quantize_8(rms_norm(x, weight, eps))
+def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, activations: int = 8) -> tuple[Tensor, Tensor]:
+    """`quantize_8`, or with 16-bit `activations` `quantize_16`, of `rms_norm`; the weight already carries the smoother."""
+    return QUANTIZE[activations](rms_norm(x, weight, eps))
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

@@ -322,17 +322,26 @@ def fidelity(engine_dir, plot, output, **options):
 @cli.command()
 @click.argument("engine_dir", type=PATH, required=False)
 @click.option("--verify", is_flag=True, help="Hash every weight file and compare with the manifest.")
-def info(engine_dir, verify):
+@click.option("--kernels", is_flag=True, help="Compile the GPU kernels and show what they take on each GPU.")
+def info(engine_dir, verify, kernels):
     """Describe an engine directory or this machine.
 
     Without ENGINE_DIR: what this machine can run.
     """
+    if kernels and (engine_dir or verify):
+        raise QuasarError("--kernels compiles kernels for any engine; give it alone")
+
     from rich.console import Console
 
     from quasar_trt.info import show_engine, show_machine, verify_engine
     from quasar_trt.manifest import Manifest
 
     console = Console()
+    if kernels:
+        from quasar_trt.kernel_resources import kernel_table
+
+        console.print(kernel_table().terminal())
+        return
     if engine_dir is None:
         if verify:
             raise QuasarError("--verify needs an ENGINE_DIR")

@@ -76,7 +76,11 @@ def show(measured: Mapping, console: Console, calibration: Mapping | None = None
 
     measured: a whole fidelity.json, or {}. calibration: the manifest's, for the number of clamped channels.
     """
-    facts = _figures(measured) if "kl" in measured else {"not measured": "quasar-trt eval fidelity ENGINE_DIR does"}
+    facts = (
+        _figures(measured)
+        if "kl" in measured
+        else {"not measured": "quasar-trt eval fidelity ENGINE_DIR does, with tp_size 1"}
+    )
     facts |= _smoothing(measured.get("groups", {}))
     if calibration and "clamped_channels" in calibration:
         facts["clamped channels"] = calibration["clamped_channels"]

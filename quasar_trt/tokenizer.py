@@ -39,6 +39,14 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return _one_bos(tokenizer, tokenizer(_utf8(text))["input_ids"])
 
 
+def check_ids(ids: Sequence[int], vocab_size: int, described: str) -> None:
+    """Raises QuasarError when one of `ids`, those of the text `described`, is none of the model's."""
+    if ids and max(ids) >= vocab_size:
+        raise QuasarError(
+            f"{described} has token id {max(ids)}; allowed: 0 to {vocab_size - 1}; the tokenizer is not this model's"
+        )
+
+
 def chat_text(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
 ) -> str:

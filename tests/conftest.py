@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 # What runners keep in the user's cache directory stays out of it, in processes that tests start too.
 _CACHE = tempfile.TemporaryDirectory(prefix="quasar-trt-tests-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
+os.environ["TRITON_CACHE_DIR"] = str(Path(_CACHE.name, "triton"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -122,3 +122,10 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
     with pytest.raises(QuasarError, match="choose another output") as error, appearing_whole(place, force=False):
         pytest.fail("entered")
     assert str(error.value).startswith(f"cannot write in {place.parent}: ") and "\n" not in str(error.value)
+
+
+def test_a_failure_leaves_no_parents_that_were_made_for_it(tmp_path):
+    (tmp_path / "old").mkdir()
+    with pytest.raises(KeyboardInterrupt), appearing_whole(tmp_path / "old" / "a" / "b" / "out", force=False):
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.rglob("*")] == ["old"]

@@ -104,6 +104,17 @@ def test_more_rows_than_are_judged_are_still_seen_by_the_maximum():
     assert torch.isfinite(search(x, trial).smoother).all()
 
 
+def test_weights_that_are_not_judged_are_still_seen_by_the_maximum():
+    x, weight = outlier_input()
+    weight = weight.repeat(2 * search_module._OUTPUTS // len(weight) + 1, 1)
+    weight[1, 3] = 1e4  # not among the judged channels
+    trial = Trial(x, weight)
+    assert trial.weight_maxima[3] == 1e4
+    found = search(x, trial)
+    sizes = input_statistics(x, x)[found.statistic]
+    assert torch.equal(found.smoother, smoother(sizes, weight.abs().amax(0), found.alpha))
+
+
 def test_dead_channels_and_zero_rows_stay_finite():
     x, weight = outlier_input()
     x[:, 3], weight[:, 9], weight[11] = 0, 0, 0

@@ -10,8 +10,9 @@ from quasar_trt.builders.convert import Converter
 from quasar_trt.builders.self_text import SelfText, new_texts, source_engine, write
 from quasar_trt.builders.source import open_source
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
+from quasar_trt.errors import QuasarError
 from quasar_trt.recipe import Recipe
-from quasar_trt.tokenizer import load_tokenizer
+from quasar_trt.tokenizer import encode, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,14 @@ def test_every_other_text_opens_a_chat_message(tmp_path):
     assert all(text.ids[-1] < 256 for text in texts)  # neither the end token nor an id without a token
 
 
+def test_an_opening_outside_of_the_vocabulary_is_refused(tmp_path):
+    save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    largest = max(tokenizer("user: ")["input_ids"])
+    with pytest.raises(QuasarError, match=f"token id {largest}; allowed: 0 to {largest - 1}"):
+        new_texts(tokenizer, largest, 2, 50, 0)
+
+
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 def test_the_source_as_an_engine_writes(name, tmp_path, monkeypatch):
     monkeypatch.setattr(self_text, "default_engine", lambda: name)
@@ -77,3 +86,11 @@ def test_the_source_as_an_engine_writes(name, tmp_path, monkeypatch):
     config, tensors = checkpoint_tensors(model)
     plain = ReferenceEngine(ReferenceModel(config, Recipe("none"), tensors), max_seq_len=16)
     assert found == written(plain, new_texts(None, 131, 2, 16, 0))
+
+
+def test_a_template_that_refuses_a_single_user_message_gives_no_chat_beginnings(tmp_path):
+    save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.chat_template = "{{ raise_exception('a system message comes first') }}"
+    texts = new_texts(tokenizer, len(tokenizer), 4, 8, seed=0)
+    assert [len(text.ids) for text in texts] == [1 + len(encode(tokenizer, ""))] * 4

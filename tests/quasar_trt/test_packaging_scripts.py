@@ -81,3 +81,9 @@ def test_the_demo_takes_a_prompt_that_begins_with_a_hyphen(checkout):
         for call in calls
         if call.startswith("quasar-trt generate") and call.endswith("/int8 -1 + 2") and " -- " in call
     ]
+
+
+def test_the_gpu_check_saves_where_the_caller_stands(checkout):
+    (checkout / "elsewhere").mkdir()
+    calls = run(checkout, "bash", "-c", "cd elsewhere; ../scripts/gpu_check.sh figures.json")
+    assert calls[-1] == f"python -m quasar_trt.bench.gpu_check {checkout}/elsewhere/figures.json"
