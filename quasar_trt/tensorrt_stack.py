@@ -19,11 +19,14 @@ def load_stack(stack: str) -> ModuleType:
 
 
 def quiet_logger(trt: ModuleType):
-    """A logger for TensorRT that prints nothing; its `first_error` is the reason of a failure."""
+    """A logger for TensorRT that prints nothing; its `first_error` since the last `forget()` is the reason of a failure."""
 
     class QuietLogger(trt.ILogger):
         def __init__(self):
             trt.ILogger.__init__(self)
+            self.forget()
+
+        def forget(self) -> None:
             self._errors: list[str] = []
 
         def log(self, severity, message):

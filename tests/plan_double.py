@@ -53,31 +53,56 @@ class TensorRTDouble:
         self.device_memory = device_memory
         self.refuses = refuses
         self.loaded: list[bytes] = []
+        self.kernels: list[bytes] = []  # what every session found kept
         self.CudaGraphStrategy = SimpleNamespace(WHOLE_GRAPH_CAPTURE="whole")
         self.passes: list[dict[str, tuple[int, ...]]] = []  # shapes of the inputs of every pass
 
     def Runtime(self, logger):
-        self._logger = logger
+        self.logger = logger
         return SimpleNamespace(deserialize_cuda_engine=self._load)
 
     def _load(self, content: bytes):
         self.loaded.append(bytes(content))
         if self.graph is None:
-            self._logger.log(_Logger.WARNING, "a warning")
-            self._logger.log(_Logger.ERROR, "the magic tag\ndoes not match")
-            self._logger.log(_Logger.ERROR, "loading failed")
+            self.logger.log(_Logger.WARNING, "a warning")
+            self.logger.log(_Logger.ERROR, "the magic tag\ndoes not match")
+            self.logger.log(_Logger.ERROR, "loading failed")
             return None
         types = {tensor.name: tensor.dtype for tensor in (*self.graph.inputs, *self.graph.outputs)}
         return SimpleNamespace(
             device_memory_size_v2=self.device_memory,
             get_tensor_dtype=lambda name: SimpleNamespace(name=types[name]),
-            create_runtime_config=SimpleNamespace,
+            create_runtime_config=lambda: _RuntimeConfig(self),
             create_execution_context=self._context,
         )
 
     def _context(self, runtime_config):
         assert runtime_config.cuda_graph_strategy == "whole"
-        return _Context(self, self._logger)
+        assert runtime_config.kernels is not None
+        return _Context(self, self.logger)
+
+
+class _RuntimeConfig:
+    """A runtime configuration, its own cache of kernels."""
+
+    kernels: bytes | None = None
+
+    def __init__(self, trt: TensorRTDouble):
+        self._trt = trt
+
+    def create_runtime_cache(self):
+        return self
+
+    def deserialize(self, content: bytes) -> bool:
+        self._trt.kernels.append(content)
+        return True
+
+    def serialize(self) -> bytes:
+        return b"kernels"
+
+    def set_runtime_cache(self, cache):
+        assert cache is self
+        self.kernels = b""
 
 
 class _Context:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ from quasar_trt.engines.plan_bindings import PlanSizes
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.tensorrt_stack import quiet_logger
+from quasar_trt.user_cache import cache_path, read_cache, write_cache
 
 _DTYPES = {"BF16": torch.bfloat16, "FLOAT": torch.float32}
 _SPAN_STEP = (
@@ -26,11 +28,13 @@ _SPAN_STEP = (
 class PlanSession:
     """Loads a plan and runs passes over the slots of its KV cache.
 
-    trt: the module that compiled the plan. Raises QuasarError when memory does not suffice, naming both numbers, and when
+    trt: the module that compiled the plan; name: of the plan, as no other plan has it. Raises QuasarError when memory does not suffice, naming both numbers, and when
     the plan cannot be loaded, with the reason that TensorRT gives.
     """
 
-    def __init__(self, trt: ModuleType, path: Path, device: CudaDevice, config: ModelConfig, sizes: PlanSizes):
+    def __init__(
+        self, trt: ModuleType, path: Path, device: CudaDevice, config: ModelConfig, sizes: PlanSizes, name: str
+    ):
         self._device = device
         self._sizes = sizes
         slot = (config.num_key_value_heads, sizes.capacity, config.head_size)
@@ -46,7 +50,7 @@ class PlanSession:
         most = sizes.largest
         logits = most.wanted * config.logits_size * (torch.bfloat16.itemsize + torch.float32.itemsize)
         _check_memory(caches + logits + self._engine.device_memory_size_v2, device, path, sizes)
-        self._context = self._new_context(trt)
+        self._context = self._new_context(trt, name)
         if self._context is None:
             raise QuasarError(f"{path} cannot be run: {logger.first_error}")
         self._logger = logger
@@ -71,12 +75,20 @@ class PlanSession:
             for names in bindings.cache_bindings(i)
         }
 
-    def _new_context(self, trt: ModuleType):
-        """TensorRT-RTX captures CUDA graphs by itself: of each shape of pass and window of slots, as all other addresses stay."""
+    def _new_context(self, trt: ModuleType, name: str):
+        """TensorRT-RTX captures CUDA graphs by itself: of each shape of pass and window of slots, as all other addresses stay.
+
+        It compiles kernels as it meets them; they are kept for the next start when this session or the process ends.
+        """
         if not hasattr(trt, "CudaGraphStrategy"):
             return self._engine.create_execution_context()
         runtime_config = self._engine.create_runtime_config()
         runtime_config.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+        kernels, path = runtime_config.create_runtime_cache(), cache_path("kernels", f"{name}.cache")
+        if kept := read_cache(path):
+            kernels.deserialize(kept)  # refused by another machine, and then made anew
+        runtime_config.set_runtime_cache(kernels)
+        weakref.finalize(self, lambda: write_cache(path, bytes(kernels.serialize())))
         return self._engine.create_execution_context(runtime_config)
 
     def run(self, first_slot: int, ids: np.ndarray, past_lengths: np.ndarray, wanted: Sequence[int]) -> np.ndarray:
@@ -99,6 +111,7 @@ class PlanSession:
             bindings.KEY_VALUE_LENGTHS: past_lengths + np.int32(rows),
             bindings.LOGITS_ROWS: logits_rows,
         }
+        self._logger.forget()
         with self._device.stream() as stream:
             self._bind(bindings.SPAN, span)
             for name, array in inputs.items():

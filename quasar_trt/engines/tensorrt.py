@@ -81,7 +81,10 @@ class TensorRTEngine(Engine):
             )
         checkpoint = Checkpoint.open(engine_dir / "checkpoint")
         sizes = PlanSizes(manifest.limits, plan.prefill_rows)
-        session = PlanSession(trt, engine_dir / plan_name(device.sm), device, checkpoint.config, sizes)
+        name = plan_name(device.sm)
+        session = PlanSession(
+            trt, engine_dir / name, device, checkpoint.config, sizes, name=manifest.files[name].sha256
+        )
         matrices = [
             spec.nbytes
             for name, spec in checkpoint_spec(checkpoint.config, checkpoint.recipe).items()

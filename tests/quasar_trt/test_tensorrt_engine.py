@@ -54,7 +54,7 @@ def reference():
 def open_double(trt, tmp_path, device=None):
     path = tmp_path / "rank0.sm80.engine"
     path.write_bytes(b"plan")
-    session = plan_session.PlanSession(trt, path, device or CpuDevice(), MODEL[0], SIZES)
+    session = plan_session.PlanSession(trt, path, device or CpuDevice(), MODEL[0], SIZES, name="tiny")
     return TensorRTEngine(session, MODEL[0], SIZES, weight_bytes_per_step=1000)
 
 
@@ -215,11 +215,22 @@ def test_capabilities_are_those_of_the_plan(engine):
 
 @pytest.mark.parametrize("method", ["set_input_shape", "set_tensor_address", "execute_async_v3"])
 def test_what_the_runtime_refuses_is_told_with_its_reason(graph, tmp_path, method):
-    engine = open_double(TensorRTDouble(graph, SIZES, refuses=method), tmp_path)
+    trt = TensorRTDouble(graph, SIZES, refuses=method)
+    engine = open_double(trt, tmp_path)
     engine.open()
+    trt.logger.log(trt.ILogger.ERROR, "something before")
     with pytest.raises(RuntimeError, match=f"cannot run this pass: {method} was refused"):
         steps(engine, [entry(0, 3)])
     assert engine.length(0) == 0
+
+
+def test_compiled_kernels_are_kept_for_the_next_start(trt, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for found in ([], [b"kernels"]):
+        engine = open_double(trt, tmp_path)
+        assert trt.kernels == found
+        del engine  # with its session
+        assert (tmp_path / "cache" / "quasar-trt" / "kernels" / "tiny.cache").read_bytes() == b"kernels"
 
 
 def test_memory_that_does_not_suffice_is_told_with_both_numbers(graph, tmp_path):
@@ -245,7 +256,7 @@ def test_passes_of_many_lengths_have_few_shapes(tmp_path):
     graph = decoder_graph(real_network(), *MODEL, capacity=sizes.capacity)
     path = tmp_path / "rank0.sm80.engine"
     path.write_bytes(b"plan")
-    session = plan_session.PlanSession(TensorRTDouble(graph, sizes), path, CpuDevice(), MODEL[0], sizes)
+    session = plan_session.PlanSession(TensorRTDouble(graph, sizes), path, CpuDevice(), MODEL[0], sizes, name="long")
     spans = []
     bind = session._bind
     session._bind = lambda name, tensor: (spans.append(int(tensor)) if name == SPAN else None, bind(name, tensor))
