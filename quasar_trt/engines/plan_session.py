@@ -28,8 +28,8 @@ _SPAN_STEP = (
 class PlanSession:
     """Loads a plan and runs passes over the slots of its KV cache.
 
-    trt: the module that compiled the plan; name: of the plan, as no other plan has it. Raises QuasarError when memory does not suffice, naming both numbers, and when
-    the plan cannot be loaded, with the reason that TensorRT gives.
+    trt: the module that compiled the plan; name: of the plan, as no other plan has it. Raises QuasarError when memory does not
+    suffice, naming both numbers, and when the plan cannot be loaded, with the reason that TensorRT gives.
     """
 
     def __init__(

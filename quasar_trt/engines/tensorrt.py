@@ -128,9 +128,11 @@ class TensorRTEngine(Engine):
         rows = [[*entry.tokens, *entry.draft.ids] for entry in batch]
         wanted = [1 + len(entry.draft) if entry.needs_logits else 0 for entry in batch]
         together = [index for index, ids in enumerate(rows) if len(ids) <= self._sizes.verify.rows]
+        # In this order: a slot between those that run together gets padding where its own rows belong.
         logits = self._run_together(together, batch, rows, wanted)
-        for index in set(range(len(batch))) - set(together):
-            logits[index] = self._run_alone(batch[index], rows[index], wanted[index])
+        for index, entry in enumerate(batch):
+            if index not in logits:
+                logits[index] = self._run_alone(entry, rows[index], wanted[index])
         acceptances: list[Acceptance | None] = []
         for index, entry in enumerate(batch):
             accepted = checked_acceptance(accept(index, logits[index]), entry.draft) if wanted[index] else None
