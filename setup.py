@@ -82,6 +82,7 @@ EXTRAS["test"] = [
     *EXTRAS["gguf"],
     *EXTRAS["plot"],
     *EXTRAS["sentencepiece"],
+    *EXTRAS["tensorrt-rtx"],  # about 95 MB: networks are compiled without a GPU
     *EXTRAS["triton"],  # about 200 MB: kernels are interpreted and compiled without a GPU
     "tensorrt-cu13-bindings>=10.15",  # of which only the Python layer for plugins is used; its library needs a GPU
     "sentencepiece>=0.2",
@@ -104,6 +105,7 @@ setup(
         "quasar_trt.drafters",
         "quasar_trt.bench",
         "quasar_trt.builders",
+        "quasar_trt.builders.network",
         "quasar_trt.plugins",
     ],
     package_dir={

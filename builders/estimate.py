@@ -13,6 +13,7 @@ from quasar_trt.recipe import Recipe
 from quasar_trt.tensor_parallel import rank_config
 
 _PROGRAM = 600_000_000  # Python with its packages
+_COMPILER_COPIES = 3  # of the weights, that TensorRT makes while it compiles
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Estimate:
         )
 
 
-def estimate(config: ModelConfig, recipe: Recipe, tp_size: int, tokens: int) -> Estimate:
-    """For calibration on at most `tokens` tokens.
+def estimate(config: ModelConfig, recipe: Recipe, tp_size: int, tokens: int, plans: int = 0) -> Estimate:
+    """For calibration on at most `tokens` tokens; plans: how many TensorRT plans are compiled, 0 for the CPU.
 
     Memory is that of the widest linear being quantized, or of the vocabulary being rotated, whichever is more: the layer
     and the linear's copies in float32, the second moment of its inputs and its factor, the activations of all tokens.
@@ -51,11 +52,14 @@ def estimate(config: ModelConfig, recipe: Recipe, tp_size: int, tokens: int) -> 
         weight = max(4 * linear.in_features(config) * linear.out_features(config) for linear in linears)
         moments = 3 * 4 * columns**2 if recipe.rounding == "gptq" else 0
         layer += 3 * weight + moments + 6 * 4 * tokens * config.intermediate_size
+    checkpoint = tp_size * sum(spec.nbytes for spec in checkpoint_spec(of_rank, recipe).values())
+    packed = tp_size * sum(spec.nbytes for spec in packed_spec(of_rank, recipe).values())
+    compiling = _COMPILER_COPIES * checkpoint if plans else 0
     return Estimate(
-        checkpoint=tp_size * sum(spec.nbytes for spec in checkpoint_spec(of_rank, recipe).values()),
-        engine=tp_size * sum(spec.nbytes for spec in packed_spec(of_rank, recipe).values()),
+        checkpoint=checkpoint,
+        engine=plans * checkpoint if plans else packed,
         scratch=sum(spec.nbytes for spec in packed_spec(config, Recipe("none")).values())
         if writes_itself(config) and (recipe.quantized or tp_size == 1)
         else 0,
-        memory=_PROGRAM + max(layer, vocabulary),
+        memory=_PROGRAM + max(layer, vocabulary, compiling),
     )

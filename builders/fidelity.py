@@ -24,8 +24,9 @@ from quasar_trt.checkpoint import EMBEDDING, FINAL_NORM, HEAD, Checkpoint
 from quasar_trt.drafters.base import Draft
 from quasar_trt.engines import open_engine
 from quasar_trt.engines.base import Acceptance, Engine, SequenceStep
-from quasar_trt.engines.reference import ReferenceModel, load_tensors
+from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel, load_tensors
 from quasar_trt.errors import QuasarError
+from quasar_trt.manifest import Manifest
 from quasar_trt.plugins.reference import rms_norm
 from quasar_trt.recipe import Recipe
 
@@ -55,7 +56,9 @@ def measure(
     if not windows or min(map(len, windows)) < 2:
         raise ValueError("fidelity needs at least one window, each of at least 2 tokens")
     checkpoint = Checkpoint.open(engine_dir / "checkpoint")
-    engine = open_engine(engine_dir, threads=threads)
+    # A plan runs on its own GPU only; the reference engine computes what its checkpoint says.
+    is_plan = Manifest.open(engine_dir).plan is not None
+    engine = ReferenceEngine.from_dir(engine_dir) if is_plan else open_engine(engine_dir, threads=threads)
     longest = max(map(len, windows))
     if longest > engine.max_seq_len:
         raise ValueError(f"a window has {longest} tokens; this engine allows {engine.max_seq_len}")
@@ -66,6 +69,8 @@ def measure(
     for name, value in figures.items():
         _check_finite(name, value)
     text = f"{len(windows)} windows of at most {longest} tokens, {text}"
+    if is_plan:
+        text += "; the plan's checkpoint, as the reference engine computes it"
     return figures | {"layer_errors": layer_errors, "text": text}
 
 

@@ -32,6 +32,7 @@ from quasar_trt.cli_options import (
 )
 from quasar_trt.cli_output import check_outputs, save_json, show_report
 from quasar_trt.errors import QuasarError
+from quasar_trt.plan import PLAN_TARGETS
 from quasar_trt.recipe import LM_HEADS, QUANTIZATIONS, ROUNDINGS, Recipe
 from quasar_trt.sampling_params import SamplingParams
 
@@ -57,6 +58,14 @@ def cli():
 @cli.command()
 @click.argument("model")
 @click.option("--output-dir", type=PATH, required=True, help="Engine directory to make.")
+@click.option(
+    "--target",
+    type=click.Choice(["cpu", *PLAN_TARGETS]),
+    default="cpu",
+    show_default=True,
+    help="What the engine runs on.",
+)
+@click.option("--sm", type=RowCounts(), default=(), help="GPUs to compile for, such as 80,89; for targets on GPUs.")
 @field_option(Recipe, "quantization", "Weights: int8 (W8A8) or none (BF16).", type=click.Choice(QUANTIZATIONS))
 @field_option(
     Recipe,
@@ -97,7 +106,10 @@ def build(model, output_dir, **options):
         if options["lm_head"] not in (None, "int8"):
             raise QuasarError(f"quantize_lm_head means lm_head 'int8', but lm_head is '{options['lm_head']}'; give one")
         options["lm_head"] = "int8"
-    recipe = Recipe(**{field.name: options.pop(field.name) for field in dataclasses.fields(Recipe)})
+    values = {field.name: options.pop(field.name) for field in dataclasses.fields(Recipe)}
+    if values["quantization"] != "none" and values["activations"] is None:
+        values["activations"] = PLAN_TARGETS.get(options["target"])
+    recipe = Recipe(**values)
 
     from quasar_trt.builders.build import build as build_engine
 

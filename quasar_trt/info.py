@@ -15,6 +15,7 @@ from quasar_trt.fidelity_report import show as show_fidelity
 from quasar_trt.generation_config import GenerationConfig, sampling_text
 from quasar_trt.machine import describe_machine
 from quasar_trt.manifest import Manifest
+from quasar_trt.plan import Plan
 from quasar_trt.recipe import RESCORED, Recipe
 from quasar_trt.tables import facts_table
 
@@ -68,6 +69,7 @@ def _manifest_facts(manifest: Manifest, sampling: dict[str, object]) -> dict[str
         "built by": ", ".join(f"{name} {version}" for name, version in manifest.producer.items()),
         "source": f"{manifest.source['path']} ({manifest.source['kind']})",
         "target": f"{manifest.target}, {manifest.tp_size} rank{'s' if manifest.tp_size > 1 else ''}",
+        **({"plans": _plan_text(manifest.plan)} if manifest.plan else {}),
         "limits": f"batch {limits.max_batch_size}, sequence {limits.max_seq_len} tokens, draft {limits.max_draft_len} tokens",
         "recipe": _recipe_text(manifest.recipe),
         "calibration": _calibration_text(calibration) if calibration else "none",
@@ -76,6 +78,11 @@ def _manifest_facts(manifest: Manifest, sampling: dict[str, object]) -> dict[str
     if sampling:
         facts["sampling defaults"] = sampling_text(sampling)
     return facts | ({"notices": "\n".join(map(str, notices))} if isinstance(notices, list) and notices else {})
+
+
+def _plan_text(plan: Plan) -> str:
+    activations = "BF16 activations" if plan.lowering == "weight_only" else "activations quantized by plugins"
+    return f"SM {', '.join(map(str, plan.sms))}, by {plan.stack} {plan.version}, {activations}"
 
 
 def _recipe_text(recipe: Recipe) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quasar_trt.errors import QuasarError
+from quasar_trt.plan import Plan, plan_header
 from quasar_trt.recipe import Recipe
 from quasar_trt.tensorfile import FileRecord, hash_file, read_header
 
@@ -32,9 +33,10 @@ class Manifest:
     """The engine directory's own description.
 
     producer: package name -> version, of what built it.
-    target: "cpu", ...; source: {"path": ..., "kind": ..., "notices": [...]}.
+    target: "cpu" or one of `PLAN_TARGETS`; source: {"path": ..., "kind": ..., "notices": [...]}.
     calibration: {"source", "samples", "tokens", "seed"} or None for unquantized engines.
     files: path below the directory -> FileRecord, for every weight file.
+    plan: how the TensorRT plans among them were compiled, None for other targets.
     """
 
     producer: dict[str, str]
@@ -45,6 +47,7 @@ class Manifest:
     source: dict
     calibration: dict | None
     files: dict[str, FileRecord]
+    plan: Plan | None = None
     format_version: int = FORMAT_VERSION
 
     def write(self, directory: Path) -> None:
@@ -85,6 +88,7 @@ class Manifest:
                     "limits": Limits(**values["limits"]),
                     "recipe": Recipe.from_dict(values["recipe"]),
                     "files": {name: FileRecord(**record) for name, record in values["files"].items()},
+                    "plan": values["plan"] and Plan(**values["plan"]),
                 }
             )
         except KeyError as error:
@@ -99,7 +103,8 @@ class Manifest:
                 raise QuasarError(
                     f"{file} has {file.stat().st_size} bytes, the manifest says {record.size}; it is truncated or altered: build the engine again"
                 )
-            header = read_header(file)[3]
+            is_plan = manifest.plan is not None and file.suffix == ".engine"
+            header = plan_header(file) if is_plan else read_header(file)[3]
             if hashlib.sha256(header).hexdigest() != record.header_sha256:
                 raise QuasarError(
                     f"{file} has another header than the manifest says; it was altered: build the engine again"
@@ -130,6 +135,7 @@ _TYPES = {
     "source": dict,
     "calibration": dict | None,
     "files": dict,
+    "plan": dict | None,
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +12,7 @@ from time import perf_counter
 
 from quasar_trt.drafters.base import Draft
 from quasar_trt.engines.base import Acceptance, Engine, SequenceStep
+from quasar_trt.user_cache import cache_path, read_cache, write_cache
 
 _ROUNDS = 4  # times that each number of rows is measured; the fastest counts
 _SECONDS = 0.5  # no measurement begins later than this, except the first two of those that the others are inferred from
@@ -73,7 +73,7 @@ class StepCost:
         if measured is None:
             measured, steady = measure(engine, max_draft_len)
             if steady:
-                _write(path, measured)
+                write_cache(path, json.dumps(measured).encode())
         return cls(measured)
 
 
@@ -112,27 +112,16 @@ def _accept_nothing(_index: int, _logits: object) -> Acceptance:
 
 
 def _cache_path(names: Sequence[object]) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     key = hashlib.sha256(json.dumps(names).encode()).hexdigest()
-    return Path(root) / "quasar-trt" / "step-cost" / f"{key}.json"
+    return cache_path("step-cost", f"{key}.json")
 
 
 def _read(path: Path) -> dict[int, float] | None:
     """None unless the file holds such costs."""
     try:
-        measured = {int(rows): float(seconds) for rows, seconds in json.loads(path.read_bytes()).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
+        stored = json.loads(read_cache(path) or b"null")
+        measured = {int(rows): float(seconds) for rows, seconds in stored.items()}
+    except (ValueError, TypeError, AttributeError):
         return None
     fits = min(measured, default=0) == 1 and all(0 < seconds < math.inf for seconds in measured.values())
     return measured if fits else None
-
-
-def _write(path: Path, measured: Mapping[int, float]) -> None:
-    """Whole or not at all; not at all where the user's files cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(f".{os.getpid()}")
-        beside.write_text(json.dumps(measured))
-        os.replace(beside, path)
-    except OSError:
-        return

@@ -7,13 +7,17 @@ from pathlib import Path
 
 from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError, unknown
-from quasar_trt.machine import STACKS, gpu, version_of
 from quasar_trt.manifest import Manifest
 
 
 def _open_cpu(directory: Path, manifest: Manifest, threads: int | None) -> Engine:
     from quasar_trt.engines.cpu import CpuEngine
 
+    if manifest.plan is not None:
+        raise QuasarError(
+            f"{directory} was built for target '{manifest.target}', engine 'cpu' runs target 'cpu'; on a CPU use engine "
+            "'reference', or build it with --target cpu"
+        )
     return CpuEngine(directory / "rank0.engine", max_seq_len=manifest.limits.max_seq_len, threads=threads)
 
 
@@ -27,8 +31,13 @@ def _open_reference(directory: Path, manifest: Manifest, threads: int | None) ->
     return ReferenceEngine.from_dir(directory)
 
 
-ENGINES = {"cpu": _open_cpu, "reference": _open_reference}
-GPU_STACKS = tuple(name for name in STACKS if name.startswith("tensorrt"))
+def _open_tensorrt(directory: Path, manifest: Manifest, threads: int | None) -> Engine:
+    from quasar_trt.engines.tensorrt import TensorRTEngine
+
+    return TensorRTEngine.from_dir(directory)
+
+
+ENGINES = {"cpu": _open_cpu, "reference": _open_reference, "tensorrt": _open_tensorrt}
 
 
 def default_engine() -> str:
@@ -48,21 +57,11 @@ def open_engine(directory: Path, engine: str = "auto", threads: int | None = Non
     Raises QuasarError.
     """
     directory = Path(directory)
-    if engine in GPU_STACKS:
-        raise _no_gpu_engine(engine)
     if engine != "auto" and engine not in ENGINES:
         raise unknown("engine", engine, ["auto", *ENGINES])
     if threads is not None and threads < 1:
         raise QuasarError(f"threads is {threads}; allowed: 1 or more")
     manifest = Manifest.open(directory)
-    return ENGINES[default_engine() if engine == "auto" else engine](directory, manifest, threads)
-
-
-def _no_gpu_engine(name: str) -> QuasarError:
-    """What is missing for an engine on a GPU stack, and what runs here instead."""
-    missing = ["this version has no such engine"]
-    if gpu() is None:
-        missing.append("no NVIDIA GPU was found")
-    if version_of(name) is None:
-        missing.append(f"the package {name} is not installed")
-    return QuasarError(f"engine '{name}' cannot run: {', '.join(missing)}; on a CPU use: {', '.join(ENGINES)}")
+    if engine == "auto":
+        engine = default_engine() if manifest.plan is None else "tensorrt"
+    return ENGINES[engine](directory, manifest, threads)

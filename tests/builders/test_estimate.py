@@ -63,6 +63,13 @@ def test_what_costs_memory_counts(monkeypatch):
     assert estimate(config, Recipe(), 1, 1).scratch == 0
 
 
+def test_plans_take_the_disk_of_their_weights_and_memory_to_compile_them():
+    config = model_config(tiny_model("LlamaForCausalLM", hidden_size=768, intermediate_size=2048, vocab_size=400))
+    one, two = (estimate(config, Recipe(activations=16), 1, 1, plans) for plans in (1, 2))
+    assert (one.engine, two.engine) == (one.checkpoint, 2 * one.checkpoint)
+    assert one.memory == two.memory > 3 * one.checkpoint
+
+
 def test_an_estimate_is_one_line_in_gigabytes():
     needs = Estimate(checkpoint=1_500_000_000, engine=1_240_000_000, scratch=0, memory=2_060_000_000)
     text = "needs about 2.1 GB of memory and 2.74 GB of disk (checkpoint 1.50 GB, engine 1.24 GB)"

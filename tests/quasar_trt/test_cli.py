@@ -260,7 +260,7 @@ def test_generate_with_the_reference_engine(engine_dirs):
     [
         (["--drafter", "ngramm"], ["unknown drafter 'ngramm'", "did you mean 'ngram'?"]),
         (["--drafter", "eagle"], ["unknown drafter 'eagle'", "one of: ngram, none, suffix"]),
-        (["--engine", "tensorrt"], ["no such engine", "tensorrt is not installed", "on a CPU use: cpu, reference"]),
+        (["--engine", "tensorrt"], ["was built for target 'cpu'", "runs targets tensorrt, tensorrt-rtx"]),
         (["--drafter-option", "num_speculative_tokens=true"], ["num_speculative_tokens is True", "an integer"]),
         (["--engine", "cpuu"], ["unknown engine 'cpuu'", "did you mean 'cpu'?"]),
         (["--drafter-option", "num_tokens=3"], ["unknown suffix drafter option 'num_tokens'"]),

@@ -1,0 +1,117 @@
+"""The decoder of every supported architecture as a network; bindings as `quasar_trt.engines.plan_bindings` says.
+
+The residual stream, norms, RoPE and the product inside of the MLP are float32. What linears and attention read and write,
+the keys and values in the cache and the logits are `dtype`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from quasar_trt.architectures import architecture_of
+from quasar_trt.builders.network.lowering import Plugin, WeightOnly
+from quasar_trt.builders.network.writer import NetworkWriter
+from quasar_trt.checkpoint import EMBEDDING, LAYER_PREFIX
+from quasar_trt.engines import plan_bindings as bindings
+from quasar_trt.model_config import ModelConfig
+from quasar_trt.recipe import Recipe
+from quasar_trt.rope import rope_tables
+
+
+class DecoderNetwork:
+    """Writes a decoder of `capacity` tokens per slot with `writer`, once.
+
+    tensors: by checkpoint name as `checkpoint_spec(config, recipe)` says, numpy, uint16 for the bits of bfloat16; the network
+    refers to their memory. dtype: "bfloat16" or "float32".
+    """
+
+    def __init__(
+        self,
+        writer: NetworkWriter,
+        config: ModelConfig,
+        recipe: Recipe,
+        tensors: Mapping[str, np.ndarray],
+        capacity: int,
+        dtype: str = "bfloat16",
+    ):
+        self.writer = writer
+        self.config = config
+        self.recipe = recipe
+        self.tensors = tensors
+        self.capacity = capacity
+        self.dtype = dtype
+        lowering = Plugin if writer.takes_plugins and recipe.quantized else WeightOnly
+        self.linears = lowering(writer, config, recipe, tensors, dtype)
+
+    def write(self) -> None:
+        writer = self.writer
+        ids = writer.input(bindings.INPUT_IDS, "int32", (-1, -1))
+        positions = writer.input(bindings.POSITIONS, "int32", (-1, -1))
+        self._past_lengths = writer.input(bindings.PAST_LENGTHS, "int32", (-1,))
+        self._lengths = writer.input(bindings.KEY_VALUE_LENGTHS, "int32", (-1,))
+        self._span = writer.input(bindings.SPAN, "int64", (1,))
+        wanted = writer.input(bindings.LOGITS_ROWS, "int32", (-1,))
+        batch_and_rows = writer.shape(ids)
+        self._sizes = {
+            heads: writer.head_sizes(batch_and_rows, heads, self.config.head_size)
+            for heads in (self.config.num_attention_heads, self.config.num_key_value_heads)
+        }
+        tables = map(np.ascontiguousarray, rope_tables(self.config, self.capacity))
+        self._cos, self._sin = (writer.gather(writer.constant(table), positions) for table in tables)
+
+        embedding = writer.constant(self.tensors[EMBEDDING])
+        x = writer.reshape(writer.gather(embedding, ids), (-1, self.config.hidden_size))
+        x = writer.cast(x, "float32")
+        for i in range(self.config.num_hidden_layers):
+            x = self._layer(i, x)
+        writer.output(bindings.LOGITS, self.linears.head(writer.gather(x, wanted)))
+
+    def _layer(self, i: int, x):
+        """x float32 [batch * rows, hidden_size] -> the same."""
+        linears, prefix = self.linears, LAYER_PREFIX.format(i=i)
+        qkv = linears.linear(
+            f"{prefix}attention.qkv", linears.norm(f"{prefix}input_layernorm", x, f"{prefix}attention.qkv")
+        )
+        attended = linears.smooth(self._attention(i, qkv), f"{prefix}attention.dense")
+        x = self._residual(x, linears.linear(f"{prefix}attention.dense", attended))
+        normed = linears.norm(f"{prefix}post_layernorm", x, f"{prefix}mlp.fc")
+        gate, up = linears.linear(f"{prefix}mlp.fc", normed), linears.linear(f"{prefix}mlp.gate", normed)
+        activated = linears.silu_mul(gate, up, f"{prefix}mlp.proj")
+        return self._residual(x, linears.linear(f"{prefix}mlp.proj", activated))
+
+    def _residual(self, x, y):
+        return self.writer.add(x, self.writer.cast(y, "float32"))
+
+    def _attention(self, i: int, qkv):
+        """[batch * rows, qkv_size] -> [batch * rows, heads * head_size], the layer's caches updated."""
+        writer, config = self.writer, self.config
+        queries = self._rotated(i, "attention.q_layernorm", self._heads(qkv, 0, config.num_attention_heads))
+        queries = writer.multiply(queries, writer.scalar(1 / math.sqrt(config.head_size), 4))
+        first = config.num_attention_heads
+        keys = self._rotated(i, "attention.k_layernorm", self._heads(qkv, first, config.num_key_value_heads))
+        values = self._heads(qkv, first + config.num_key_value_heads, config.num_key_value_heads)
+        cached = []
+        shape = (-1, config.num_key_value_heads, self.capacity, config.head_size)
+        for (past, present), update in zip(bindings.cache_bindings(i), (keys, values), strict=True):
+            cache = writer.input(past, self.dtype, shape)
+            updated = writer.update_cache(cache, writer.cast(update, self.dtype), self._past_lengths)
+            writer.output(present, updated)
+            # Without the cut TensorRT-RTX copies the whole capacity, once per query head, before it attends.
+            cached.append(writer.first_rows(updated, self._span))
+        attended = writer.attention(writer.cast(queries, self.dtype), *cached, self._lengths)
+        return writer.from_heads(attended, config.attention_size)
+
+    def _heads(self, qkv, first: int, count: int):
+        """Heads first .. first + count - 1 of qkv, [batch, count, rows, head_size]."""
+        size = self.config.head_size
+        part = self.writer.slice_columns(qkv, first * size, count * size)
+        return self.writer.to_heads(part, self._sizes[count])
+
+    def _rotated(self, i: int, norm: str, x):
+        """RoPE, float32, after the norm over each head where the architecture has one."""
+        if norm in architecture_of(self.config).head_norms:
+            x = self.linears.rms_norm(LAYER_PREFIX.format(i=i) + norm, x, rank=4)
+        return self.writer.rotate(self.writer.cast(x, "float32"), self._cos, self._sin)

@@ -1,0 +1,171 @@
+"""A thin writer over a TensorRT network definition: one method per operation that the decoder is made of.
+
+`tensorrt` and `tensorrt_rtx` have the same network API, so which of them writes is a matter of the module handed in. Tests
+hand in a recording network instead, which also takes plugin layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+# Names of types as torch and numpy spell them -> members of DataType.
+_DTYPES = {"bfloat16": "BF16", "float32": "FLOAT", "int32": "INT32", "int64": "INT64", "int8": "INT8"}
+# (network, operation below `quasar::`, input tensors, attributes) -> output tensors
+AddPlugin = Callable[[object, str, Sequence[object], dict], Sequence[object]]
+
+
+class NetworkWriter:
+    """Writes layers into `network`, a strongly typed INetworkDefinition of the module `trt`.
+
+    Tensors are the network's own ITensor. Elementwise operations want operands of one rank; sizes of 1 are broadcast.
+    add_plugin: how the operations of `quasar_trt.plugins` become layers, or None where there are no plugins.
+    """
+
+    def __init__(self, trt, network, add_plugin: AddPlugin | None = None):
+        self._trt = trt
+        self._network = network
+        self._add_plugin = add_plugin
+        self.constants: list[np.ndarray] = []  # in order; the network refers to their memory until it is compiled
+
+    def input(self, name: str, dtype: str, shape: Sequence[int]):
+        """An input binding; -1 is a size that each pass chooses."""
+        return self._network.add_input(name, self._dtype(dtype), tuple(shape))
+
+    def output(self, name: str, tensor) -> None:
+        tensor.name = name
+        self._network.mark_output(tensor)
+
+    def constant(self, array: np.ndarray, shape: Sequence[int] | None = None):
+        """A constant that refers to the memory of `array`, contiguous; uint16 stands for the bits of bfloat16."""
+        name = "bfloat16" if array.dtype == np.uint16 else str(array.dtype)
+        self.constants.append(array)
+        weights = self._trt.Weights(self._dtype(name), array.ctypes.data, array.size)
+        return self._out(self._network.add_constant(array.shape if shape is None else tuple(shape), weights))
+
+    def scalar(self, value: float, rank: int):
+        """A float32 constant that broadcasts over tensors of this rank."""
+        return self.constant(np.full((1,) * rank, value, np.float32))
+
+    def cast(self, x, dtype: str):
+        """x itself where it has this dtype already."""
+        return x if x.dtype == self._dtype(dtype) else self._out(self._network.add_cast(x, self._dtype(dtype)))
+
+    def gather(self, x, indices):
+        """Slices of x along its first axis."""
+        return self._out(self._network.add_gather(x, indices, 0))
+
+    def reshape(self, x, shape: Sequence[int]):
+        """0 keeps the size of that axis, -1 is what remains."""
+        layer = self._network.add_shuffle(x)
+        layer.reshape_dims = tuple(shape)
+        return self._out(layer)
+
+    def slice_columns(self, x, start: int, count: int):
+        """Columns of x [rows, columns]."""
+        layer = self._network.add_slice(x, (start,), (count,), (1,))
+        layer.axes = (1,)
+        return self._out(layer)
+
+    def first_rows(self, x, count):
+        """The first rows of x [batch, heads, capacity, size], as many as the input `count`, int64 [1], says."""
+        layer = self._network.add_slice(x, (0,), (x.shape[2],), (1,))
+        layer.axes = (2,)
+        layer.set_input(2, count)
+        return self._out(layer)
+
+    def shape(self, x):
+        """The sizes of x, int64 [rank]."""
+        return self._out(self._network.add_shape(x))
+
+    def head_sizes(self, batch_and_rows, heads: int, size: int):
+        """int64 [4]: batch, rows, heads, size, of batch_and_rows int64 [2]."""
+        layer = self._network.add_concatenation([batch_and_rows, self.constant(np.array([heads, size], np.int64))])
+        layer.axis = 0
+        return self._out(layer)
+
+    def to_heads(self, x, sizes):
+        """x [batch * rows, heads * size] -> [batch, heads, rows, size], by `head_sizes`."""
+        layer = self._network.add_shuffle(x)
+        layer.set_input(1, sizes)
+        layer.second_transpose = (0, 2, 1, 3)
+        return self._out(layer)
+
+    def from_heads(self, x, columns: int):
+        """x [batch, heads, rows, size] -> [batch * rows, columns = heads * size]."""
+        layer = self._network.add_shuffle(x)
+        layer.first_transpose = (0, 2, 1, 3)
+        layer.reshape_dims = (-1, columns)
+        return self._out(layer)
+
+    def add(self, x, y):
+        return self._elementwise(x, y, "SUM")
+
+    def multiply(self, x, y):
+        return self._elementwise(x, y, "PROD")
+
+    def divide(self, x, y):
+        return self._elementwise(x, y, "DIV")
+
+    def square_root(self, x):
+        return self._out(self._network.add_unary(x, self._trt.UnaryOperation.SQRT))
+
+    def sigmoid(self, x):
+        return self._out(self._network.add_activation(x, self._trt.ActivationType.SIGMOID))
+
+    def mean(self, x, axis: int):
+        """The mean over one axis, which stays with size 1."""
+        return self._out(self._network.add_reduce(x, self._trt.ReduceOperation.AVG, 1 << axis, True))
+
+    def multiply_matrices(self, x, y, transpose: bool = False):
+        """x @ y, or x @ y.T; leading axes are a batch."""
+        kinds = self._trt.MatrixOperation
+        kind = kinds.TRANSPOSE if transpose else kinds.NONE
+        return self._out(self._network.add_matrix_multiply(x, kinds.NONE, y, kind))
+
+    def dequantize_rows(self, codes, scale, dtype: str):
+        """codes int8 [n, k] * scale float32 [n] of each row, as `dtype`."""
+        layer = self._network.add_dequantize(codes, scale, self._dtype(dtype))
+        layer.axis = 0
+        return self._out(layer)
+
+    def rotate(self, x, cos, sin):
+        """RoPE of x [batch, heads, rows, size]: pairs (i, i + size / 2), cos and sin [batch, rows, size / 2]."""
+        return self._out(self._network.add_rotary_embedding(x, cos, sin, False, 0))
+
+    def update_cache(self, cache, update, start):
+        """cache [batch, heads, capacity, size] with update [batch, heads, rows, size] written at start, int32 [batch]."""
+        return self._out(self._network.add_kv_cache_update(cache, update, start, self._trt.KVCacheMode.LINEAR))
+
+    def attention(self, queries, keys, values, lengths):
+        """softmax(queries @ keys.T) @ values, queries [batch, heads, rows, size] being the last of `lengths`, int32 [batch],
+        rows of keys and values [batch, kv heads, capacity, size]; a row sees those before it and itself."""
+        layer = self._network.add_attention_v2(
+            queries,
+            keys,
+            values,
+            self._trt.AttentionNormalizationOp.SOFTMAX,
+            self._trt.CausalMaskKind.LOWER_RIGHT,
+        )
+        layer.key_value_lengths = lengths
+        layer.decomposable = True  # not every head size has a fused kernel
+        return self._out(layer)
+
+    @property
+    def takes_plugins(self) -> bool:
+        return self._add_plugin is not None
+
+    def plugin(self, operation: str, *inputs, **attributes) -> Sequence[object]:
+        """The outputs of an operation as `quasar_trt.plugins.tensorrt` registers it."""
+        return self._add_plugin(self._network, operation, inputs, attributes)
+
+    def _dtype(self, name: str):
+        return getattr(self._trt.DataType, _DTYPES[name])
+
+    def _elementwise(self, x, y, operation: str):
+        return self._out(self._network.add_elementwise(x, y, getattr(self._trt.ElementWiseOperation, operation)))
+
+    @staticmethod
+    def _out(layer):
+        return layer.get_output(0)

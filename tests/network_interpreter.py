@@ -1,0 +1,154 @@
+"""Computes a network read by `network_graph` in torch, layer by layer, as its types say; caches are updated in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from network_graph import Graph, Node
+from torch import Tensor
+
+from quasar_trt.plugins import reference as ops
+
+DTYPES = {
+    "FLOAT": torch.float32,
+    "BF16": torch.bfloat16,
+    "INT8": torch.int8,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+}
+_ELEMENTWISE = {"SUM": torch.add, "PROD": torch.mul, "DIV": torch.div}
+
+
+def _constant(node: Node) -> Tensor:
+    (output,) = node.outputs
+    array = torch.from_numpy(node.constant.copy())
+    return (array.view(torch.bfloat16) if output.dtype == "BF16" else array).reshape(output.shape)
+
+
+def _shuffle(node: Node, x: Tensor, shape: Tensor | None = None) -> Tensor:
+    x = x.permute(node.attributes["first_transpose"])
+    if shape is not None:
+        sizes = shape.tolist()
+    else:
+        sizes = [x.shape[axis] if size == 0 else size for axis, size in enumerate(node.attributes["reshape_dims"])]
+    return x.reshape(sizes).permute(node.attributes["second_transpose"])
+
+
+def _slice(node: Node, x: Tensor, start: None = None, shape: Tensor | None = None) -> Tensor:
+    axes, starts, counts, strides = (node.attributes[name] for name in ("axes", "start", "shape", "stride"))
+    counts = counts if shape is None else shape.tolist()
+    for axis, start, count, stride in zip(axes, starts, counts, strides, strict=True):  # noqa: PLR1704
+        assert stride == 1 and start + count <= x.shape[axis]
+        x = x.narrow(axis, start, count)
+    return x
+
+
+def _reduce(node: Node, x: Tensor) -> Tensor:
+    assert node.attributes["op"] == "AVG" and node.attributes["keep_dims"]
+    axes = [axis for axis in range(x.ndim) if node.attributes["axes"] >> axis & 1]
+    return x.mean(dim=axes, keepdim=True)
+
+
+def _matrix_multiply(node: Node, x: Tensor, y: Tensor) -> Tensor:
+    assert node.attributes["op0"] == "NONE"
+    return x @ (y.mT if node.attributes["op1"] == "TRANSPOSE" else y)
+
+
+def _dequantize(node: Node, codes: Tensor, scale: Tensor) -> Tensor:
+    assert node.attributes["axis"] == 0
+    return (codes.float() * scale[:, None]).to(DTYPES[node.attributes["to_type"]])
+
+
+def _rotary_embedding(node: Node, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    assert not node.attributes["interleaved"] and node.attributes["rotary_embedding_dim"] == 0
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def _kv_cache_update(node: Node, cache: Tensor, update: Tensor, starts: Tensor) -> Tensor:
+    assert node.attributes["cache_mode"] == "LINEAR"
+    for slot, rows, start in zip(cache, update, starts.tolist(), strict=True):
+        assert start + rows.shape[1] <= slot.shape[1], "written behind the capacity"
+        slot[:, start : start + rows.shape[1]] = rows
+    return cache
+
+
+def _attention(node: Node, queries: Tensor, keys: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
+    assert node.attributes["causal_kind"] == "LOWER_RIGHT" and node.attributes["norm_op"] == "SOFTMAX"
+    batch, heads, rows, size = queries.shape
+    lengths = rest[-1].long()
+    grouped = queries.reshape(batch, keys.shape[1], -1, rows, size).float()
+    scores = grouped @ keys[:, :, None].float().mT
+    last = lengths[:, None] - rows + torch.arange(rows)  # position of each row, [batch, rows]
+    later = torch.arange(keys.shape[2]) > last[:, :, None]
+    weights = scores.masked_fill(later[:, None, None], -math.inf).softmax(dim=-1)
+    return (weights @ values[:, :, None].float()).reshape(batch, heads, rows, size)
+
+
+def _plugin(node: Node, x: Tensor, *inputs: Tensor) -> tuple[Tensor, ...] | Tensor:
+    """16-bit codes are INT8 in pairs between the layers."""
+    operation, attributes = node.attributes["operation"], node.attributes["attributes"]
+    bits = attributes["activations"]
+    if operation in ("linear", "linear_bias"):
+        assert len(inputs) == (4 if operation == "linear_bias" else 3)
+        return ops.LINEAR[bits](x if bits == 8 else x.view(torch.int16), *inputs)
+    if operation == "rms_norm_quantize":
+        codes, scale = ops.QUANTIZE[bits](ops.rms_norm(x, *inputs, attributes["eps"]))
+    else:
+        codes, scale = getattr(ops, operation)(x, *inputs, attributes["hadamard"], bits)
+    return codes.view(torch.int8), scale
+
+
+_COMPUTE = {
+    "CAST": lambda node, x: x,  # to the type of the output, as every result
+    "GATHER": lambda node, x, indices: x[indices.long()],
+    "SHUFFLE": _shuffle,
+    "SLICE": _slice,
+    "SHAPE": lambda node, x: torch.tensor(x.shape),
+    "CONCATENATION": lambda node, *tensors: torch.cat(tensors, dim=node.attributes["axis"]),
+    "ELEMENTWISE": lambda node, x, y: _ELEMENTWISE[node.attributes["op"]](x, y),
+    "UNARY": lambda node, x: {"SQRT": torch.sqrt}[node.attributes["op"]](x),
+    "ACTIVATION": lambda node, x: {"SIGMOID": torch.sigmoid}[node.attributes["function"]](x),
+    "REDUCE": _reduce,
+    "MATRIX_MULTIPLY": _matrix_multiply,
+    "DEQUANTIZE": _dequantize,
+    "ROTARY_EMBEDDING": _rotary_embedding,
+    "KV_CACHE_UPDATE": _kv_cache_update,
+    "ATTENTION_INPUT": _attention,
+    "ATTENTION_OUTPUT": lambda node, x: x,
+    "PLUGIN_V3": _plugin,
+}
+
+
+class Interpreter:
+    """A network to run any number of times; its constants are made once."""
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self._constants = {node.outputs[0].name: _constant(node) for node in graph.nodes if node.kind == "CONSTANT"}
+
+    def __call__(self, bindings: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """bindings: the inputs by name, of the types and sizes that the network declares; those that a cache update reads
+        are written. Returns the outputs by name."""
+        assert bindings.keys() == {tensor.name for tensor in self.graph.inputs}
+        for declared in self.graph.inputs:
+            found = bindings[declared.name]
+            assert found.dtype == DTYPES[declared.dtype], declared
+            assert _matches(found.shape, declared.shape), (declared, found.shape)
+        tensors: dict[str | None, Tensor | None] = self._constants | dict(bindings) | {None: None}
+        for node in self.graph.nodes:
+            if node.kind == "CONSTANT":
+                continue
+            results = _COMPUTE[node.kind](node, *(tensors[name] for name in node.inputs))
+            results = results if isinstance(results, tuple) else (results,)
+            for output, result in zip(node.outputs, results, strict=True):
+                assert _matches(result.shape, output.shape), (node, result.shape)
+                tensors[output.name] = result.to(DTYPES[output.dtype])
+        return {output.name: tensors[output.name] for output in self.graph.outputs}
+
+
+def _matches(found, declared) -> bool:
+    return len(found) == len(declared) and all(want in (-1, size) for size, want in zip(found, declared, strict=True))
