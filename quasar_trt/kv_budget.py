@@ -15,14 +15,21 @@ _SHARE = 0.5  # of the memory that is available when the budget is made
 class KvBudget:
     """The bytes that the caches of an engine's sequences may hold together.
 
-    num_bytes: the bound; None for half of the memory that is available now.
+    num_bytes: the bound; None for what the engine has taken for caches, or else half of the memory that is available now.
     max_seq_len: tokens of the longest sequence that the engine allows and that fits when it is alone.
 
     Raises QuasarError for a bound that holds no sequence of two tokens.
     """
 
     def __init__(self, engine: Engine, num_bytes: int | None = None):
-        self.num_bytes = int(_SHARE * available_memory()) if num_bytes is None else num_bytes
+        if num_bytes is None:
+            num_bytes = int(_SHARE * available_memory()) if engine.cache_capacity is None else engine.cache_capacity
+        elif engine.cache_capacity is not None and num_bytes > engine.cache_capacity:
+            raise QuasarError(
+                f"kv_cache_memory_bytes is {num_bytes}; allowed: at most {engine.cache_capacity}, which this engine has; leave "
+                "it out or build with a larger --max-batch-size"
+            )
+        self.num_bytes = num_bytes
         self._engine = engine
         self.max_seq_len = bisect_right(range(1, engine.max_seq_len + 1), self.num_bytes, key=engine.bytes_of)
         if self.max_seq_len < min(2, engine.max_seq_len):

@@ -103,6 +103,8 @@ class Roster:
         for request in list(self._waiting):
             if len(self.active) == self._max_active:
                 break
+            if not self._make_room(self._engine.open_bytes):  # before a source is chosen, which might have to go
+                break
             source, num_shared, ready = self._longest_prefix(request)
             if not ready:
                 continue
@@ -111,7 +113,7 @@ class Roster:
             if source is not None:
                 self._engine.truncate(sequence, num_shared)
             pending = [(each.sequence, each.num_pending) for each in self.active]
-            if not self.make_room([*pending, (sequence, len(request.context) - num_shared)]):
+            if not self._make_room(rows=[*pending, (sequence, len(request.context) - num_shared)]):
                 self._engine.close(sequence)
                 break
             request.sequence, request.num_cached = sequence, num_shared
@@ -146,7 +148,7 @@ class Roster:
         while True:
             requests, chunks = self._share_rows()
             rows = [(request.sequence, len(chunk)) for request, chunk in zip(requests, chunks, strict=True)]
-            if self.make_room(rows):
+            if self._make_room(rows=rows):
                 return requests, chunks
             self._preempt(self.active[-1])
 
@@ -165,9 +167,9 @@ class Roster:
                 chunks.append(chunk)
         return requests, chunks
 
-    def make_room(self, rows: Sequence[tuple[int, int]]) -> bool:
-        """Whether so many more tokens of each sequence fit into the budget, once kept sequences have given way."""
-        while self._kv_budget.growth(rows) > self._kv_budget.free:
+    def _make_room(self, num_bytes: int = 0, rows: Sequence[tuple[int, int]] = ()) -> bool:
+        """Whether so many bytes and so many more tokens of each sequence fit, once kept sequences have given way."""
+        while num_bytes + self._kv_budget.growth(rows) > self._kv_budget.free:
             if not self.prefixes.drop():
                 return False
         return True

@@ -69,12 +69,19 @@ Accept = Callable[[int, np.ndarray], Acceptance]
 
 
 class Engine(ABC):
-    """A compiled verifier. Sequence handles are small integers; using a closed one raises ValueError."""
+    """A compiled verifier. Sequence handles are small integers; using a closed one raises ValueError.
+
+    weight_bytes_per_step: bytes of weights that one pass reads.
+    cache_capacity: bytes for caches that the engine has taken once and for all; None where it takes them as they are needed.
+    open_bytes: bytes of cache that a sequence holds from the moment it is opened, empty as it is.
+    """
 
     config: ModelConfig
     capabilities: Capabilities
     max_seq_len: int
-    weight_bytes_per_step: int  # bytes of weights that one pass reads
+    weight_bytes_per_step: int
+    cache_capacity: int | None = None
+    open_bytes: int = 0
 
     @abstractmethod
     def open(self) -> int:

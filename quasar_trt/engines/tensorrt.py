@@ -45,6 +45,9 @@ class TensorRTEngine(Engine):
         self.capabilities = Capabilities(
             max_rows=sizes.largest.wanted, accepts_inside=False, tree=False, hidden_states=False, fork=True, exact=False
         )
+        values = config.num_hidden_layers * config.num_key_value_heads * config.head_size * sizes.capacity
+        self.open_bytes = 2 * values * 2  # keys and values in BF16
+        self.cache_capacity = sizes.limits.max_batch_size * self.open_bytes
         self._session = session
         self._sizes = sizes
         self._lengths = np.zeros(sizes.limits.max_batch_size, np.int32)  # of slots; 0 for free ones
@@ -122,6 +125,17 @@ class TensorRTEngine(Engine):
         if not 0 <= length <= self._lengths[slot]:
             raise ValueError(f"cannot truncate sequence {sequence} to {length} tokens; it holds {self._lengths[slot]}")
         self._lengths[slot] = length
+
+    @property
+    def cache_bytes(self) -> int:
+        return len(self._slots) * self.open_bytes
+
+    def growth(self, sequence: int, count: int) -> int:
+        self._slot(sequence)
+        return 0
+
+    def bytes_of(self, num_tokens: int) -> int:
+        return self.open_bytes
 
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         self.check(batch)

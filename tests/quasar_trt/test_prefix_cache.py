@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from stubs import StubEngine, perfect_rule, random_logits
 
 from quasar_trt.engines.base import Acceptance, SequenceStep
+from quasar_trt.errors import QuasarError
 from quasar_trt.prefix_cache import PrefixCache, common_prefix
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
@@ -75,6 +76,40 @@ def test_kept_sequences_give_way_to_active_ones():
         (again,) = runner.generate([prompt], GREEDY)
         assert again.outputs[0].token_ids == wanted and again.service.num_reused_tokens == 89
     assert runner.service.num_preemptions == 0
+
+
+class SlotEngine(StubEngine):
+    """Three slots of 300 bytes, taken when they are opened."""
+
+    cache_capacity = 900
+    open_bytes = 300
+
+    @property
+    def cache_bytes(self) -> int:
+        return 300 * len(self.caches)
+
+    def growth(self, sequence: int, count: int) -> int:
+        return 0
+
+    def bytes_of(self, num_tokens: int) -> int:
+        return 300
+
+    def open(self) -> int:
+        assert len(self.caches) < 3, "all slots are taken"
+        return super().open()
+
+
+def test_kept_sequences_give_way_where_an_engine_has_slots():
+    engine = SlotEngine(LOGITS, VOCAB)
+    runner = Runner(engine, max_batch_size=3)
+    prompts = [[number] * 90 + [tail] for number in (1, 2) for tail in (0, 3, 4)]
+    for _ in range(2):
+        outputs = runner.generate(prompts, GREEDY)
+        assert [each.outputs[0].token_ids for each in outputs] == [perfect_rule(LOGITS)(each, 10) for each in prompts]
+    assert (runner.load.kv_limit, runner.load.num_kept) == (900, 3)
+    assert runner.service.num_reused_tokens > 0 and runner.service.num_preemptions == 0
+    with pytest.raises(QuasarError, match="kv_cache_memory_bytes is 901; allowed: at most 900, which this engine has"):
+        Runner(engine, kv_cache_memory_bytes=901)
 
 
 def test_nothing_is_kept_of_a_request_that_failed_or_without_fork():
