@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from quasar_trt.architectures import hadamard_blocks
-from quasar_trt.checkpoint import EMBEDDING
-from quasar_trt.engines.cpu_layout import LAYOUT_VERSION, packed_spec
+from quasar_trt.builders.quantize import quantize_vocabulary
+from quasar_trt.checkpoint import EMBEDDING, HEAD
+from quasar_trt.engines.cpu_layout import HEAD_ROWS, LAYOUT_VERSION, packed_spec
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins.packing import interleave, pack_vector, pack_weight
 from quasar_trt.recipe import Recipe
@@ -24,7 +25,7 @@ def _float32(tensor) -> np.ndarray:
 
 def _packed(name: str, tensors: Mapping) -> np.ndarray:
     """The tensor `name` of `packed_spec` from tensors in checkpoint names."""
-    if name == EMBEDDING:
+    if name in (HEAD_ROWS, EMBEDDING):
         return to_numpy(tensors[name])
     stem, _, kind = name.rpartition(".")
     if kind == "inverse_smoother":
@@ -53,6 +54,9 @@ def compile_cpu(
 
     For one of several ranks: `config` is its `rank_config`, `tensors` its checkpoint.
     """
+    if recipe.lm_head == "rescored":  # the checkpoint has its BF16 rows; what they are in INT8 follows from them
+        codes, scale = quantize_vocabulary(tensors[HEAD])
+        tensors = {**tensors, HEAD: codes, "lm_head.per_channel_scale": scale, HEAD_ROWS: tensors[HEAD]}
     spec = packed_spec(config, recipe)
     metadata = {
         "layout_version": LAYOUT_VERSION,

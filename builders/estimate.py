@@ -44,7 +44,7 @@ def estimate(config: ModelConfig, recipe: Recipe, tp_size: int, tokens: int, pla
     of_rank = rank_config(config, tp_size)
     unquantized = checkpoint_spec(config, Recipe("none"))
     layers = sum(spec.nbytes for name, spec in unquantized.items() if name.startswith("transformer.layers.0."))
-    vocabulary = unquantized[EMBEDDING].nbytes + unquantized[HEAD].nbytes * (3 if recipe.quantize_lm_head else 1)
+    vocabulary = unquantized[EMBEDDING].nbytes + unquantized[HEAD].nbytes * (3 if recipe.lm_head == "int8" else 1)
     layer = 2 * layers
     if recipe.quantized:
         linears = architecture_of(config).linears

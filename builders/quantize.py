@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_ROWS = 8192  # of a vocabulary, quantized at a time
 _SMALLEST = 127 * torch.finfo(torch.float32).tiny  # below it the scale itself would not be a normal number
 
 
@@ -22,3 +23,9 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = row_scales(weight)
     codes = (weight / scale[:, None]).round().clamp(-127, 127)
     return codes.to(torch.int8), scale[None]
+
+
+def quantize_vocabulary(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_rows` of weight [rows, columns], BF16 or float32, without a float32 copy of all of it."""
+    parts = [quantize_rows(part.float()) for part in weight.split(_ROWS)]
+    return torch.cat([codes for codes, _ in parts]), torch.cat([scale for _, scale in parts], dim=1)

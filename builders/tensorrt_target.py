@@ -29,6 +29,8 @@ def check_target(target: str, recipe: Recipe, tp_size: int, sms: Sequence[int]) 
     trt = load_stack(target)
     if tp_size != 1:
         raise QuasarError(f"tp_size is {tp_size}; target '{target}' allows 1")
+    if recipe.lm_head == "rescored":
+        raise QuasarError(f"lm_head is 'rescored'; target '{target}' allows bf16, int8")
     if target == "tensorrt":
         if recipe.quantized:
             load_stack("triton")  # which compiles the kernels of the plugins

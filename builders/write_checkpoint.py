@@ -10,7 +10,7 @@ import torch
 from quasar_trt.builders.convert import Converter
 from quasar_trt.builders.layer_quantizer import LayerQuantizer
 from quasar_trt.builders.progress import Advance
-from quasar_trt.builders.quantize import quantize_rows
+from quasar_trt.builders.quantize import quantize_vocabulary
 from quasar_trt.builders.rotate import rotate_layer, rotate_vocabulary, rotation
 from quasar_trt.builders.sharded_writer import ShardedWriter
 from quasar_trt.builders.tokenizer_files import write_json
@@ -25,8 +25,6 @@ from quasar_trt.checkpoint import (
 )
 from quasar_trt.recipe import Recipe
 from quasar_trt.tensorfile import FileRecord
-
-_ROWS = 8192  # of the vocabulary, quantized at a time
 
 
 def write_checkpoint(
@@ -68,10 +66,10 @@ def write_checkpoint(
         if q is not None:
             norm, head = torch.ones_like(norm), rotate_vocabulary(head, q, norm)
         writer.write(FINAL_NORM, norm.to(torch.bfloat16))
-        if recipe.quantize_lm_head:
-            rows = [quantize_rows(part.float()) for part in head.split(_ROWS)]
-            writer.write(HEAD, torch.cat([codes for codes, _ in rows]))
-            writer.write("lm_head.per_channel_scale", torch.cat([scale for _, scale in rows], dim=1))
+        if recipe.lm_head == "int8":
+            codes, scale = quantize_vocabulary(head)
+            writer.write(HEAD, codes)
+            writer.write("lm_head.per_channel_scale", scale)
         else:
             writer.write(HEAD, head.to(torch.bfloat16))
     Checkpoint.open(directory)

@@ -38,7 +38,7 @@ def check_exclusions(config: ModelConfig, recipe: Recipe) -> None:
         if not any(fnmatchcase(name, pattern) for name, _ in linears):
             raise QuasarError(
                 f"exclude pattern '{pattern}' matches no linear; allowed: patterns of names from {linears[0][0]} to "
-                f"{linears[-1][0]} (the head follows quantize_lm_head)"
+                f"{linears[-1][0]} (the head follows lm_head)"
             )
     first: dict[str, str] = {}  # prefix and norm -> the first linear behind it
     for name, linear in linears:
@@ -78,8 +78,8 @@ def checkpoint_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec
                 spec[f"{name}.bias"] = TensorSpec("BF16", (rows,))
     spec[FINAL_NORM] = TensorSpec("BF16", (config.hidden_size,))
     shape = (config.logits_size, config.hidden_size)
-    spec[HEAD] = TensorSpec("I8" if recipe.quantize_lm_head else "BF16", shape)
-    if recipe.quantize_lm_head:
+    spec[HEAD] = TensorSpec("I8" if recipe.lm_head == "int8" else "BF16", shape)
+    if recipe.lm_head == "int8":
         spec["lm_head.per_channel_scale"] = TensorSpec("F32", (1, config.logits_size))
     return spec
 
@@ -93,7 +93,7 @@ def checkpoint_config(config: ModelConfig, recipe: Recipe, tp_size: int = 1) -> 
     # Stock modules have one switch for the biases of qkv and of the attention output, and another YaRN.
     architecture = architecture_of(config)
     stock = config.qkv_bias == config.dense_bias and rope_type(config.rotary_scaling) != "yarn"
-    own = recipe.quantize_lm_head or recipe.rotate or recipe.exclude or recipe.activations == 16
+    own = recipe.lm_head == "int8" or recipe.rotate or recipe.exclude or recipe.activations == 16
     stock = architecture.stock if stock and not own else None
     return {
         "architecture": stock or OWN_ARCHITECTURE,
@@ -135,7 +135,7 @@ def checkpoint_config(config: ModelConfig, recipe: Recipe, tp_size: int = 1) -> 
 def _excluded(config: ModelConfig, recipe: Recipe) -> list[str]:
     """Names of the linears that stay in BF16."""
     names = [name for name, _ in _layer_linears(config) if not recipe.quantizes(name)]
-    return names + ([] if recipe.quantize_lm_head else ["lm_head"])
+    return names + ([] if recipe.lm_head == "int8" else ["lm_head"])
 
 
 def check_hadamard_blocks(found: object, config: ModelConfig, recipe: Recipe, where: str) -> None:

@@ -32,7 +32,7 @@ from quasar_trt.cli_options import (
 from quasar_trt.cli_output import check_outputs, save_json, show_report
 from quasar_trt.errors import QuasarError
 from quasar_trt.plan import PLAN_TARGETS
-from quasar_trt.recipe import QUANTIZATIONS, ROUNDINGS, Recipe
+from quasar_trt.recipe import LM_HEADS, QUANTIZATIONS, ROUNDINGS, Recipe
 from quasar_trt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -77,7 +77,10 @@ def cli():
 @field_option(Recipe, "rounding", "Of weights; gptq with a rotation.", type=click.Choice(ROUNDINGS))
 @field_option(Recipe, "activations", "Bits of a quantized linear's input, 8 or 16; 8 by default.", type=int)
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Linears that stay in BF16; may be repeated.")
-@field_option(Recipe, "quantize_lm_head", "Store the head as INT8 too.", flag=True)
+@field_option(
+    Recipe, "lm_head", "The head; rescored: INT8, the best logits again in BF16.", type=click.Choice(LM_HEADS)
+)
+@click.option("--quantize-lm-head", is_flag=True, help="The same as --lm-head int8.")
 @click.option(
     "--calib-dataset", type=PATH, metavar="FILE", help="Calibration text; without it the model writes its own."
 )
@@ -98,6 +101,10 @@ def build(model, output_dir, **options):
 
     MODEL is a Hugging Face directory, a hub id or a GGUF file.
     """
+    if options.pop("quantize_lm_head"):
+        if options["lm_head"] not in (None, "int8"):
+            raise QuasarError(f"quantize_lm_head means lm_head 'int8', but lm_head is '{options['lm_head']}'; give one")
+        options["lm_head"] = "int8"
     values = {field.name: options.pop(field.name) for field in dataclasses.fields(Recipe)}
     if values["quantization"] != "none" and values["activations"] is None:
         values["activations"] = PLAN_TARGETS.get(options["target"])

@@ -16,10 +16,15 @@ from quasar_trt.generation_config import GenerationConfig, sampling_text
 from quasar_trt.machine import describe_machine
 from quasar_trt.manifest import Manifest
 from quasar_trt.plan import Plan
-from quasar_trt.recipe import Recipe
+from quasar_trt.recipe import RESCORED, Recipe
 from quasar_trt.tables import facts_table
 
 _WORST_GROUPS = 5
+_HEADS = {
+    "bf16": "BF16 head",
+    "int8": "INT8 head with 16-bit activations",
+    "rescored": f"INT8 head with 16-bit activations, best {RESCORED} rescored in BF16",
+}
 
 
 def show_machine(console: Console) -> None:
@@ -88,7 +93,7 @@ def _recipe_text(recipe: Recipe) -> str:
         f"{recipe.activations}-bit activations per token",
         f"smoothing {'searched' if recipe.smoothquant is None else f'alpha {recipe.smoothquant:g}'}",
         "rotated" if recipe.rotate else "not rotated",
-        "INT8 head with 16-bit activations" if recipe.quantize_lm_head else "BF16 head",
+        _HEADS[recipe.lm_head],
     ]
     if recipe.exclude:
         parts.append(f"BF16 where {' or '.join(recipe.exclude)}")

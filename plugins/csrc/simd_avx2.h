@@ -10,7 +10,7 @@ namespace {
 struct F { __m256 lo, hi; };
 struct I { __m256i lo, hi; };
 
-constexpr int kTileW8A8 = 4, kTileW8A16 = 3, kTileBf16 = 3;  // rows whose accumulators fit in 16 registers
+constexpr int kTileW8A8 = 4, kTileW8A16 = 3, kTileBf16 = 3, kTileAttention = 3;  // rows or queries whose accumulators fit in 16 registers
 
 inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline void store(float* p, F a) { _mm256_storeu_ps(p, a.lo); _mm256_storeu_ps(p + 8, a.hi); }
@@ -21,6 +21,9 @@ inline F mul(F a, F b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, 
 inline F div(F a, F b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
 inline F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
 inline F max(F a, F b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline bool any_above(F a, F b) {  // NaN is not
+  return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GT_OQ))) != 0;
+}
 inline F min(F a, F b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
 
 // Lane i gets lane i ^ H.
@@ -56,11 +59,6 @@ inline void store(int8_t* p, I a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1)));
 }
 
-inline F load_bf16(const uint16_t* p) {
-  const __m128i* q = reinterpret_cast<const __m128i*>(p);
-  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), 16)),
-          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1)), 16))};
-}
 // 16 pairs (even k, odd k).
 inline void load_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   const __m256i* q = reinterpret_cast<const __m256i*>(p);

@@ -10,7 +10,7 @@ namespace {
 struct F { __m512 v; };
 struct I { __m512i v; };
 
-constexpr int kTileW8A8 = 8, kTileW8A16 = 8, kTileBf16 = 8;  // rows whose accumulators fit in registers
+constexpr int kTileW8A8 = 8, kTileW8A16 = 8, kTileBf16 = 8, kTileAttention = 12;  // rows or queries whose accumulators fit in registers
 
 inline F load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline void store(float* p, F a) { _mm512_storeu_ps(p, a.v); }
@@ -21,6 +21,7 @@ inline F mul(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline F div(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline bool any_above(F a, F b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ) != 0; }  // NaN is not
 inline F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
 
 // Lane i gets lane i ^ H.
@@ -42,9 +43,6 @@ inline void store(int32_t* p, I a) { _mm512_storeu_si512(p, a.v); }
 inline void store(int8_t* p, I a) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v)); }
 inline void store(int16_t* p, I a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a.v)); }
 
-inline F load_bf16(const uint16_t* p) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16))};
-}
 // 16 pairs (even k, odd k).
 inline void load_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   const __m512i w = _mm512_loadu_si512(p);

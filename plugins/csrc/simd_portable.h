@@ -9,7 +9,7 @@ namespace {
 struct F { float v[16]; };
 struct I { int32_t v[16]; };
 
-constexpr int kTileW8A8 = 2, kTileW8A16 = 2, kTileBf16 = 2;
+constexpr int kTileW8A8 = 2, kTileW8A16 = 2, kTileBf16 = 2, kTileAttention = 2;
 
 #define QUASAR_LANES for (int i = 0; i < 16; ++i)
 inline F load(const float* p) { F r; std::memcpy(r.v, p, sizeof r.v); return r; }
@@ -21,6 +21,7 @@ inline F mul(F a, F b) { QUASAR_LANES a.v[i] *= b.v[i]; return a; }
 inline F div(F a, F b) { QUASAR_LANES a.v[i] /= b.v[i]; return a; }
 inline F fma(F a, F b, F c) { QUASAR_LANES a.v[i] = std::fma(a.v[i], b.v[i], c.v[i]); return a; }
 inline F max(F a, F b) { QUASAR_LANES a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+inline bool any_above(F a, F b) { bool any = false; QUASAR_LANES any |= a.v[i] > b.v[i]; return any; }
 inline F min(F a, F b) { QUASAR_LANES a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
 
 // Lane i gets lane i ^ H.
@@ -48,11 +49,6 @@ inline void store(int32_t* p, I a) { std::memcpy(p, a.v, sizeof a.v); }
 inline void store(int8_t* p, I a) { QUASAR_LANES p[i] = static_cast<int8_t>(a.v[i]); }
 inline void store(int16_t* p, I a) { QUASAR_LANES p[i] = static_cast<int16_t>(a.v[i]); }
 
-inline F load_bf16(const uint16_t* p) {
-  uint32_t bits[16];
-  QUASAR_LANES bits[i] = static_cast<uint32_t>(p[i]) << 16;
-  F r; std::memcpy(r.v, bits, sizeof bits); return r;
-}
 // 16 pairs (even k, odd k).
 inline void load_bf16_pairs(const uint16_t* p, F& even, F& odd) {
   uint32_t a[16], b[16];

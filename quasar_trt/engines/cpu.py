@@ -21,7 +21,7 @@ from quasar_trt.errors import QuasarError, unknown
 from quasar_trt.machine import usable_cpus
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins import native
-from quasar_trt.recipe import Recipe
+from quasar_trt.recipe import RESCORED, Recipe
 from quasar_trt.rope import rope_tables
 from quasar_trt.tensor_parallel import refuse_several_ranks
 from quasar_trt.tensorfile import map_tensors, read_header
@@ -71,6 +71,7 @@ class CpuEngine(Engine):
             "norm_epsilon": self.config.norm_epsilon,
             "activations": self.recipe.activations or 0,
             "hadamard_blocks": hadamard_blocks(self.config, self.recipe),
+            "rescored": RESCORED,
             "max_rows": max_rows,
             "max_seq_len": max_seq_len,
         }

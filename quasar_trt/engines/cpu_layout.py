@@ -14,12 +14,13 @@ from quasar_trt.recipe import Recipe
 from quasar_trt.tensorfile import TensorSpec
 
 LAYOUT_VERSION = "1"
+HEAD_ROWS = "lm_head.rows"  # as they are, beside the INT8 head
 
 
 def packed_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec]:
     """Every tensor of a packed file, in writing order: of the whole model, or of each rank for `rank_config`.
 
-    The embedding, whose size need not be aligned, comes last. Raises QuasarError as `check_exclusions` does.
+    The rows of a rescored head and the embedding, whose sizes need not be aligned, come last. Raises QuasarError as `check_exclusions` does.
     """
     check_exclusions(config, recipe)
     spec: dict[str, TensorSpec] = {}
@@ -51,6 +52,9 @@ def packed_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec]:
             quantized = recipe.quantizes(prefix + part.name)
             linear(prefix + name, n, part.in_features(config), part.bias(config), part.norm is None, quantized)
     vector("transformer.ln_f.weight", config.hidden_size)
-    linear("lm_head", config.logits_size, config.hidden_size, False, False, recipe.quantize_lm_head)
+    quantized = recipe.lm_head in ("int8", "rescored")
+    linear("lm_head", config.logits_size, config.hidden_size, False, False, quantized)
+    if recipe.lm_head == "rescored":
+        spec[HEAD_ROWS] = TensorSpec("BF16", (config.logits_size, config.hidden_size))
     spec[EMBEDDING] = TensorSpec("BF16", (config.vocab_size, config.hidden_size))
     return spec

@@ -6,6 +6,7 @@ model's dtype. Row invariance holds up to float rounding, not bit for bit.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import warnings
@@ -23,7 +24,7 @@ from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, Se
 from quasar_trt.manifest import Manifest
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins import reference as ops
-from quasar_trt.recipe import Recipe
+from quasar_trt.recipe import RESCORED, Recipe
 from quasar_trt.rope import rope_tables
 from quasar_trt.tensor_parallel import refuse_several_ranks
 from quasar_trt.tensorfile import map_tensors
@@ -140,12 +141,27 @@ class ReferenceModel:
 
     @torch.no_grad()
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """[rows, hidden_size] -> [rows, vocab] float32. A quantized head reads 16-bit activations."""
+        """[rows, hidden_size] -> [rows, vocab] float32. An INT8 head reads 16-bit activations."""
+        if self.recipe.lm_head != "int8":
+            exact = functional.linear(hidden_states, self.tensors["lm_head.weight"].to(self.dtype)).float()
+            if self.recipe.lm_head != "rescored":
+                return exact
+        q, scale = ops.quantize_16(hidden_states)
+        logits = ops.w8a16_linear(q, scale, *self._int8_head)
+        if self.recipe.lm_head == "rescored":
+            best = logits.sort(dim=1, descending=True, stable=True).indices[:, :RESCORED]
+            logits.scatter_(1, best, exact.gather(1, best))
+        return logits
+
+    @functools.cached_property
+    def _int8_head(self) -> tuple[Tensor, Tensor]:
+        """(codes int8 [vocab, hidden_size], scale float32 [vocab]); of a rescored head they follow from the BF16 rows."""
         weight = self.tensors["lm_head.weight"]
-        if self.recipe.quantize_lm_head:
-            q, scale = ops.quantize_16(hidden_states)
-            return ops.w8a16_linear(q, scale, weight, self.tensors["lm_head.per_channel_scale"])
-        return functional.linear(hidden_states, weight.to(self.dtype)).float()
+        return (
+            ops.quantize_8(weight)
+            if self.recipe.lm_head == "rescored"
+            else (weight, self.tensors["lm_head.per_channel_scale"])
+        )
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.tensors[f"{name}.weight"], self.config.norm_epsilon).to(self.dtype)

@@ -13,7 +13,7 @@ from quasar_trt.recipe import Recipe
 RECIPES = {
     "default": Recipe(),
     "textbook": Recipe(smoothquant=0.5),
-    "mixed": Recipe(rotate=False, exclude=("transformer.layers.1.*", "*.mlp.proj"), quantize_lm_head=True),
+    "mixed": Recipe(rotate=False, exclude=("transformer.layers.1.*", "*.mlp.proj"), lm_head="int8"),
     "none": Recipe("none"),
 }
 

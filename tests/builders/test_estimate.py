@@ -15,7 +15,7 @@ from quasar_trt.tensorfile import read_header
 
 RECIPES = {
     "default": Recipe(),
-    "mixed": Recipe(exclude=("transformer.layers.0.*", "*.mlp.proj"), quantize_lm_head=True),
+    "mixed": Recipe(exclude=("transformer.layers.0.*", "*.mlp.proj"), lm_head="rescored"),
     "none": Recipe("none"),
 }
 

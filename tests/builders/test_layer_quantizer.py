@@ -36,7 +36,7 @@ RECIPES = {
     "16-bit": Recipe(activations=16),
     "without-layer-0": Recipe(exclude=(LAYER_0,)),
     "without-proj": Recipe(rotate=False, exclude=("*.mlp.proj",)),
-    "head": Recipe(quantize_lm_head=True),
+    "head": Recipe(lm_head="int8"),
     "none": Recipe("none"),
 }
 # Nats, of logits whose standard deviation is above 1; a random model is the hardest case for 8 bits.
@@ -242,9 +242,9 @@ def test_gptq_is_fitted_to_the_codes_that_the_linear_will_read(block, source_of,
 
 @pytest.mark.parametrize("rows", [8192, 50])
 def test_a_quantized_head_is_stored_per_row(rows, source_of, tmp_path, monkeypatch):
-    monkeypatch.setattr("quasar_trt.builders.write_checkpoint._ROWS", rows)
+    monkeypatch.setattr("quasar_trt.builders.quantize._ROWS", rows)
     _, source = source_of("MistralForCausalLM")
-    (tensors,), _ = written(source, Recipe(rotate=False, quantize_lm_head=True), tmp_path / "checkpoint")
+    (tensors,), _ = written(source, Recipe(rotate=False, lm_head="int8"), tmp_path / "checkpoint")
     codes, scale = quantize_rows(source["lm_head.weight"].float())
     assert torch.equal(tensors["lm_head.weight"], codes)
     assert torch.equal(tensors["lm_head.per_channel_scale"], scale)

@@ -21,13 +21,13 @@ RECIPES = {
     "weight only, INT8 head, exclusions": Recipe(
         activations=16,
         rotate=False,
-        quantize_lm_head=True,
+        lm_head="int8",
         exclude=("transformer.layers.0.mlp.*", "*.1.attention.dense"),
     ),
     "plugin, rotated": Recipe(),
     "plugin, 16-bit activations": Recipe(activations=16),
     "plugin, INT8 head, exclusions": Recipe(
-        rotate=False, quantize_lm_head=True, exclude=("transformer.layers.1.*", "*.0.mlp.proj")
+        rotate=False, lm_head="int8", exclude=("transformer.layers.1.*", "*.0.mlp.proj")
     ),
 }
 

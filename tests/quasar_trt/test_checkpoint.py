@@ -72,7 +72,8 @@ def test_a_foreign_config_is_refused(directory, text):
         ({"qkv_bias": True, "dense_bias": True}, Recipe("none"), True),
         ({"qkv_bias": True}, Recipe("none"), False),
         ({"dense_bias": True}, PLAIN, False),
-        ({}, Recipe(rotate=False, quantize_lm_head=True), False),
+        ({}, Recipe(rotate=False, lm_head="int8"), False),
+        ({}, Recipe(rotate=False, lm_head="rescored"), True),  # whose checkpoint has the BF16 head
         ({"rotary_scaling": {"rope_type": "yarn", "factor": 4.0}}, PLAIN, False),
         ({"architecture": "PanguEmbeddedForCausalLM", "qkv_bias": True, "dense_bias": True}, PLAIN, True),
         ({"architecture": "Qwen2ForCausalLM", "qkv_bias": True}, PLAIN, False),
@@ -84,7 +85,7 @@ def test_what_stock_loaders_cannot_express_has_another_architecture(changes, rec
     values = checkpoint_config(config, recipe)
     assert (values["architecture"] == "LlamaForCausalLM") == stock
     assert (values["architecture"] == OWN_ARCHITECTURE) != stock
-    head = [] if recipe.quantize_lm_head else ["lm_head"]
+    head = [] if recipe.lm_head == "int8" else ["lm_head"]
     assert values["quantization"]["exclude_modules"] == (head if recipe.quantized else None)
 
 
@@ -120,7 +121,7 @@ def test_excluded_linears_stay_in_bf16_and_are_named():
             ["*.mlp.proj", "*.o_proj"],
             ["'*.o_proj' matches no linear", "transformer.layers.0.attention.qkv to transformer.layers.2.mlp.proj"],
         ),
-        (["lm_head"], ["'lm_head' matches no linear", "the head follows quantize_lm_head"]),
+        (["lm_head"], ["'lm_head' matches no linear", "the head follows lm_head"]),
         (["*.1.mlp.fc"], ["transformer.layers.1.mlp.fc and transformer.layers.1.mlp.gate", "both or neither"]),
         (["*.gate"], ["transformer.layers.0.mlp.fc and transformer.layers.0.mlp.gate"]),
     ],

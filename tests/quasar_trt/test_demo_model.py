@@ -21,7 +21,7 @@ from quasar_trt.sampling_params import SamplingParams
 PROMPTS = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
 RECIPES = {
     "int8": Recipe(),
-    "int8-head": Recipe(quantize_lm_head=True),
+    "int8-head": Recipe(lm_head="int8"),
     "bf16": Recipe("none"),
 }
 ENGINES = list(RECIPES)

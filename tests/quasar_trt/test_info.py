@@ -68,13 +68,13 @@ def shown_of(directory, recipe: Recipe) -> str:
             "BF16 head calibration",
         ),
         (
-            Recipe(smoothquant=0.6, activations=16, quantize_lm_head=True),
+            Recipe(smoothquant=0.6, activations=16, lm_head="int8"),
             "INT8 weights per output channel, rounding nearest, 16-bit activations per token, smoothing alpha 0.6, "
             "not rotated, INT8 head with 16-bit activations calibration",
         ),
         (
-            Recipe(rotate=False, exclude=("*.layers.0.*", "*.mlp.proj")),
-            "not rotated, BF16 head, BF16 where *.layers.0.* or *.mlp.proj calibration",
+            Recipe(rotate=False, exclude=("*.layers.0.*", "*.mlp.proj"), lm_head="rescored"),
+            "not rotated, INT8 head with 16-bit activations, best 64 rescored in BF16, BF16 where *.layers.0.* or *.mlp.proj calibration",
         ),
         (Recipe("none"), "BF16 weights, float activations calibration"),
     ],

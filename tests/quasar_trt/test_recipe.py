@@ -9,8 +9,8 @@ from quasar_trt.recipe import Recipe
 
 RECIPES = [
     Recipe(),
-    Recipe(smoothquant=0.7, quantize_lm_head=True),
-    Recipe(smoothquant=0),
+    Recipe(smoothquant=0.7, lm_head="int8"),
+    Recipe(smoothquant=0, lm_head="rescored"),
     Recipe(smoothquant=0.5, rotate=True, rounding="gptq"),
     Recipe(rotate=False, rounding="nearest", activations=16, exclude=["*.mlp.proj", "transformer.layers.0.*"]),
     Recipe("none"),
@@ -30,24 +30,25 @@ def test_smoothing_is_searched_unless_said_otherwise_and_absent_without_quantiza
 
 
 @pytest.mark.parametrize(
-    ("recipe", "rotate", "rounding", "activations"),
+    ("recipe", "rotate", "rounding", "activations", "lm_head"),
     [
-        (Recipe(), True, "gptq", 8),
-        (Recipe(smoothquant=0.5), False, "nearest", 8),
-        (Recipe(rotate=False, activations=16), False, "nearest", 16),
-        (Recipe("none"), None, None, None),
+        (Recipe(), True, "gptq", 8, "bf16"),
+        (Recipe(smoothquant=0.5), False, "nearest", 8, "bf16"),
+        (Recipe(rotate=False, activations=16, lm_head="int8"), False, "nearest", 16, "int8"),
+        (Recipe("none"), None, None, None, None),
     ],
 )
-def test_what_a_recipe_leaves_open_follows_from_how_it_smooths(recipe, rotate, rounding, activations):
+def test_what_a_recipe_leaves_open_follows_from_how_it_smooths(recipe, rotate, rounding, activations, lm_head):
     assert (recipe.rotate, recipe.rounding, recipe.activations) == (rotate, rounding, activations)
+    assert recipe.lm_head == lm_head
 
 
 def test_what_is_stored_spells_out_the_bits():
-    stored = Recipe(activations=16, quantize_lm_head=True).to_dict()
-    assert (stored["weight_bits"], stored["activation_bits"], stored["head_bits"]) == (8, 16, 8)
+    stored = Recipe(activations=16, lm_head="int8").to_dict()
+    assert (stored["weight_bits"], stored["activation_bits"], stored["lm_head"]) == (8, 16, "int8")
     assert stored["activation_granularity"] == "per_token"
     stored = Recipe("none").to_dict()
-    assert (stored["weight_bits"], stored["activation_bits"], stored["head_bits"]) == (16, None, 16)
+    assert (stored["weight_bits"], stored["activation_bits"], stored["lm_head"]) == (16, None, None)
 
 
 def test_a_linear_is_quantized_unless_a_pattern_matches_its_whole_name():
@@ -61,14 +62,14 @@ def test_a_linear_is_quantized_unless_a_pattern_matches_its_whole_name():
     ("options", "words"),
     [
         ({"quantization": "none", "smoothquant": 0.5}, ["smoothquant has no use with quantization 'none'", "'int8'"]),
-        ({"quantization": "none", "quantize_lm_head": True}, ["quantize_lm_head has no use with quantization 'none'"]),
+        ({"quantization": "none", "lm_head": "int8"}, ["lm_head has no use with quantization 'none'"]),
         ({"quantization": "int4"}, ["unknown quantization 'int4'", "int8, none"]),
         ({"quantization": 8}, ["unknown quantization '8'"]),
         ({"smoothquant": 1.5}, ["smoothquant is 1.5", "0 to 1"]),
         ({"smoothquant": float("nan")}, ["smoothquant is nan"]),
         ({"smoothquant": -0.1}, ["smoothquant is -0.1"]),
         ({"smoothquant": "high"}, ["smoothquant is high"]),
-        ({"quantize_lm_head": "no"}, ["quantize_lm_head is 'no'"]),
+        ({"lm_head": "int4"}, ["unknown lm_head 'int4'", "bf16, int8, rescored"]),
         ({"rotate": "yes"}, ["rotate is 'yes'", "true, false"]),
         ({"rounding": "up"}, ["unknown rounding 'up'", "gptq, nearest"]),
         ({"activations": 12}, ["activations is 12", "8, 16"]),

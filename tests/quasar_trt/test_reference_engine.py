@@ -11,7 +11,7 @@ from quasar_trt.drafters.base import Draft
 from quasar_trt.engines.base import Acceptance, SequenceStep
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
 from quasar_trt.errors import QuasarError
-from quasar_trt.recipe import Recipe
+from quasar_trt.recipe import LM_HEADS, RESCORED, Recipe
 
 VARIANTS = {architecture: {"architecture": architecture} for architecture in MODELS} | {
     "linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 2.5}},
@@ -110,7 +110,7 @@ def test_after_rollback_the_next_step_equals_a_fresh_prefill(accepted):
     [
         Recipe("none"),
         Recipe("int8"),
-        Recipe("int8", rotate=False, quantize_lm_head=True),
+        Recipe("int8", rotate=False, lm_head="int8"),
         Recipe("int8", activations=16, exclude=("*.1.*",)),
     ],
     ids=str,
@@ -261,7 +261,8 @@ def divergence(recipe):
     [
         Recipe("int8", rotate=False),
         Recipe("int8"),
-        Recipe("int8", quantize_lm_head=True),
+        Recipe("int8", lm_head="int8"),
+        Recipe("int8", lm_head="rescored"),
         Recipe("int8", activations=16),
         Recipe("int8", exclude=("*.1.attention.*", "*.2.mlp.proj")),
     ],
@@ -271,6 +272,16 @@ def test_the_int8_model_stays_close_to_its_source(recipe):
     kl, agreement = divergence(recipe)
     assert 1e-4 < kl < 0.02  # quantized for real, and little lost
     assert agreement > 0.85
+
+
+def test_a_rescored_head_has_the_best_logits_of_the_bf16_head_and_the_others_of_the_int8_head():
+    ids, logits = random_ids(tiny_checkpoint(3)[0], 20), {}
+    for head in LM_HEADS:
+        logits[head] = ReferenceModel(*tiny_checkpoint(3, Recipe("int8", lm_head=head)))(ids)
+    best = logits["int8"].topk(RESCORED).indices
+    assert not torch.equal(logits["int8"], logits["bf16"])
+    expected = logits["int8"].scatter(1, best, logits["bf16"].gather(1, best))
+    torch.testing.assert_close(logits["rescored"], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("rotate", [False, True])
@@ -307,10 +318,10 @@ def test_weight_bytes_count_linears_and_head_in_their_stored_size():
     head = 131 * 48
     assert engine_for().weight_bytes_per_step == 2 * (linears + head)
     assert engine_for(Recipe("int8")).weight_bytes_per_step == linears + 2 * head
-    assert engine_for(Recipe("int8", quantize_lm_head=True)).weight_bytes_per_step == linears + head
+    assert engine_for(Recipe("int8", lm_head="int8")).weight_bytes_per_step == linears + head
 
 
-@pytest.mark.parametrize("recipe", [Recipe("none"), Recipe("int8", quantize_lm_head=True)], ids=str)
+@pytest.mark.parametrize("recipe", [Recipe("none"), Recipe("int8", lm_head="int8")], ids=str)
 def test_an_engine_directory_gives_the_logits_of_its_tensors(tmp_path, recipe):
     config, recipe, tensors = tiny_checkpoint(4, recipe)
     directory = write_engine_dir(tmp_path / "engine", config, recipe, tensors, max_seq_len=77)

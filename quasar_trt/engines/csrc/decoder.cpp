@@ -1,5 +1,7 @@
 #include "decoder.h"
 
+#include "best_logits.h"
+
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
@@ -13,6 +15,7 @@ Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, int threads,
       pool_(threads),
       cache_(shape.layers, shape.kv_heads, shape.head),
       scales_(static_cast<size_t>(shape.max_rows)),
+      attention_pieces_(static_cast<size_t>(threads)),
       scratch_(static_cast<size_t>(threads)) {
   const int64_t rows = shape.max_rows;
   hidden_.resize(rows * padded(shape.hidden));
@@ -32,8 +35,12 @@ Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, int threads,
   }
   prepare(normed_, weights_.head);
   const int widest = std::max({normed_.stride, attended_.stride, gated_.stride});
-  for (auto& scratch : scratch_)
-    scratch.floats.resize(std::max<int64_t>(widest, static_cast<int64_t>(kMaxQueries) * (padded(shape.max_seq_len) + padded(shape.head))));
+  for (auto& scratch : scratch_) {
+    scratch.floats.resize(std::max(widest, kMaxQueries * (kChunk + shape.head)));
+    if (!weights_.head_rows) continue;
+    scratch.head_block.resize(padded(shape.hidden, 2) * kBlock);
+    scratch.best.reserve(best_logits_room(shape.rescored));
+  }
 }
 
 void Decoder::check(const std::vector<Part>& parts, const int32_t* tokens, int& rows) const {
@@ -62,6 +69,7 @@ std::shared_ptr<const float> Decoder::step(const std::vector<Part>& parts, const
   first_row_.clear();
   rows_.clear();
   logit_rows_.clear();
+  attention_parts_.clear();
   pages_.resize(parts.size());
   size_t most_pages = 0;
   for (int p = 0; p < static_cast<int>(parts.size()); ++p) {
@@ -73,14 +81,22 @@ std::shared_ptr<const float> Decoder::step(const std::vector<Part>& parts, const
     for (int i = 0; i * kPage < length + part.rows; ++i) pages.push_back(cache_.page(part.sequence, i));
     most_pages = std::max(most_pages, pages.size());
     first_row_.push_back(static_cast<int>(rows_.size()));
+    attention_parts_.push_back({part.rows, length});
     for (int i = 0; i < part.rows; ++i) {
       if (i >= part.rows - part.logit_rows) logit_rows_.push_back(static_cast<int>(rows_.size()));
       rows_.push_back({p, length + i});
     }
   }
-  for (auto& scratch : scratch_) {  // here, because threads of the pool must not throw
+  plan_attention(attention_parts_, shape_.kv_heads, shape_.heads / shape_.kv_heads, attention_pieces_);
+  for (size_t thread = 0; thread < scratch_.size(); ++thread) {  // here, because threads of the pool must not throw
+    auto& scratch = scratch_[thread];
     scratch.keys.resize(most_pages);
     scratch.values.resize(most_pages);
+    for (const AttentionPiece& piece : attention_pieces_[thread]) {
+      auto& floats = partials(piece, static_cast<int>(thread)).floats;
+      const int64_t size = static_cast<int64_t>(piece.chunks) * piece.count * partial_size(shape_.head);
+      if (floats.size() < size) floats.resize(size);
+    }
   }
   const int64_t wanted = static_cast<int64_t>(logit_rows_.size()) * padded(shape_.vocab);
   if (logits_->size() < wanted) {
@@ -197,7 +213,7 @@ void Decoder::normalize_heads(const LayerWeights& w, float* x, float* scratch) c
 
 // Norms over heads, where there are any, and RoPE on queries (which also take the 1 / sqrt(head) of attention) and keys; keys and values go to the cache as BF16.
 void Decoder::rotate(int layer, int thread) {
-  const int head = shape_.head, half = head / 2, width = padded(head), stride = padded(shape_.qkv());
+  const int head = shape_.head, half = head / 2, stride = padded(shape_.qkv());
   const float scale = 1.0f / std::sqrt(static_cast<float>(head));
   const LayerWeights& w = weights_.layers[static_cast<size_t>(layer)];
   const auto [begin, end] = share(static_cast<int>(rows_.size()), thread, pool_.size());
@@ -217,54 +233,51 @@ void Decoder::rotate(int layer, int thread) {
         x[i + half] = (b * cos[i] + a * sin[i]) * factor;
       }
       if (h < shape_.heads) continue;
-      uint16_t* key = page + cache_.keys_at(layer, h - shape_.heads) + slot / 16 * 16 * head + slot % 16;
-      for (int i = 0; i < head; ++i) key[i * 16] = float_to_bf16(x[i]);
+      uint16_t* key = page + cache_.keys_at(layer, h - shape_.heads) + slot / 16 * 16 * head + slot % 16 * 2;
+      for (int i = 0; i < head; i += 2, key += 32) {
+        key[0] = float_to_bf16(x[i]);
+        key[1] = float_to_bf16(x[i + 1]);
+      }
     }
     for (int h = 0; h < shape_.kv_heads; ++h, x += head) {
-      uint16_t* value = page + cache_.values_at(layer, h) + slot * width;
-      for (int i = 0; i < head; ++i) value[i] = float_to_bf16(x[i]);
+      uint16_t* value = page + cache_.values_at(layer, h) + slot * 32;
+      for (int i = 0; i < head; ++i) value[i / 32 * kPage * 32 + i % 16 * 2 + i % 32 / 16] = float_to_bf16(x[i]);
     }
   }
 }
 
-// The pass's queries, ordered by part, key/value head, row and head, are shared out evenly; neighbours that read the same keys
-// and values are computed together.
+// Whoever computes the last chunk of a task joins its chunks.
 void Decoder::attend(int layer, int thread) {
-  const int head = shape_.head, width = padded(head), group = shape_.heads / shape_.kv_heads;
-  const int qkv_stride = padded(shape_.qkv());
-  auto& [floats, keys, values] = scratch_[static_cast<size_t>(thread)];
-  float* scratch = floats.get();
-  float* aside = scratch + static_cast<int64_t>(kMaxQueries) * padded(shape_.max_seq_len);
-  auto [begin, end] = share(static_cast<int>(rows_.size()) * shape_.heads, thread, pool_.size());
-  while (begin < end) {
-    const int p = rows_[static_cast<size_t>(begin / shape_.heads)].part;
-    const int first = first_row_[static_cast<size_t>(p)], per_head = parts_[static_cast<size_t>(p)].rows * group;
-    const int local = begin - first * shape_.heads, kv_head = local / per_head;
-    const int stop = std::min(end, first * shape_.heads + (kv_head + 1) * per_head);
-
-    const auto& pages = pages_[static_cast<size_t>(p)];
+  const int head = shape_.head, group = shape_.heads / shape_.kv_heads, size = partial_size(head);
+  auto& scratch = scratch_[static_cast<size_t>(thread)];
+  for (const AttentionPiece& piece : attention_pieces_[static_cast<size_t>(thread)]) {
+    const auto& pages = pages_[static_cast<size_t>(piece.part)];
     for (size_t i = 0; i < pages.size(); ++i) {
-      keys[i] = pages[i] + cache_.keys_at(layer, kv_head);
-      values[i] = pages[i] + cache_.values_at(layer, kv_head);
+      scratch.keys[i] = pages[i] + cache_.keys_at(layer, piece.kv_head);
+      scratch.values[i] = pages[i] + cache_.values_at(layer, piece.kv_head);
     }
-    while (begin < stop) {
-      AttentionQuery queries[kMaxQueries];
-      float* out[kMaxQueries];
-      const int count = std::min(kMaxQueries, stop - begin);
-      for (int i = 0; i < count; ++i) {
-        const int within = (begin + i - first * shape_.heads) % per_head;
-        const int row = first + within / group, h = kv_head * group + within % group;
-        out[i] = attended_.floats.get() + static_cast<int64_t>(row) * attended_.stride + h * head;
-        // A head that does not fill whole vectors is computed aside, so that its padding cannot spill over a neighbour.
-        queries[i] = {qkv_.get() + static_cast<int64_t>(row) * qkv_stride + h * head, width == head ? out[i] : aside + i * width,
-                      rows_[static_cast<size_t>(row)].position + 1};
-      }
-      kernels_->attention(queries, count, keys.data(), values.data(), head, scratch);
-      if (width != head)
-        for (int i = 0; i < count; ++i) std::copy_n(queries[i].out, head, out[i]);
-      begin += count;
+    AttentionQuery queries[kMaxQueries];
+    float* out[kMaxQueries];
+    for (int i = 0; i < piece.count; ++i) {
+      const int64_t row = first_row_[static_cast<size_t>(piece.part)] + (piece.first + i) / group;
+      const int at = (piece.kv_head * group + (piece.first + i) % group) * head;
+      queries[i] = {qkv_.get() + row * padded(shape_.qkv()) + at, rows_[static_cast<size_t>(row)].position + 1};
+      out[i] = attended_.floats.get() + row * attended_.stride + at;
     }
+    Partials& to = partials(piece, thread);
+    float* floats = to.floats.get();
+    kernels_->attend_chunks(queries, piece.count, scratch.keys.data(), scratch.values.data(), head, piece.begin, piece.end, floats,
+                            scratch.floats.get());
+    const int computed = piece.end - piece.begin;
+    if (to.done.fetch_add(computed, std::memory_order_acq_rel) + computed < piece.chunks) continue;
+    to.done.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < piece.count; ++i)
+      kernels_->join_chunks(floats + i * size, piece.count * size, queries[i].length, head, out[i]);
   }
+}
+
+Decoder::Partials& Decoder::partials(const AttentionPiece& piece, int thread) {
+  return piece.owner < 0 ? scratch_[static_cast<size_t>(thread)].own : scratch_[static_cast<size_t>(piece.owner)].shared;
 }
 
 // The final norm and the head, for the rows that want logits.
@@ -279,6 +292,30 @@ void Decoder::logits(int thread) {
   quantize(weights_.head, normed_, count, thread);
   pool_.barrier();
   linear(weights_.head, normed_, count, shape_.vocab, {logits_->get(), padded(shape_.vocab), Epilogue::kStore}, thread);
+  if (!weights_.head_rows) return;
+  pool_.barrier();
+  for (int i = begin; i < end; ++i) rescore(i, thread);
+}
+
+// The best logits of a row become those of the BF16 head: its rows are packed for the kernel that computes them there.
+void Decoder::rescore(int row, int thread) {
+  auto& [floats, block, best, keys, values, own, shared] = scratch_[static_cast<size_t>(thread)];
+  const int hidden = shape_.hidden;
+  float* logits = logits_->get() + static_cast<int64_t>(row) * padded(shape_.vocab);
+  const float* x = normed_.floats.get() + static_cast<int64_t>(row) * normed_.stride;
+  best_logits(*kernels_, logits, shape_.vocab, shape_.rescored, best);
+  for (size_t first = 0; first < best.size(); first += kBlock) {
+    const size_t last = std::min(first + kBlock, best.size());
+    for (size_t c = first; c < last; ++c) {
+      const uint16_t* from = weights_.head_rows + static_cast<int64_t>(best[c]) * hidden;
+      uint16_t* to = block.get() + (c - first) * 2;
+      for (int k = 0; k + 1 < hidden; k += 2, to += 2 * kBlock) std::memcpy(to, from + k, 2 * sizeof(uint16_t));
+      if (hidden % 2) *to = from[hidden - 1];
+    }
+    float y[kBlock];
+    kernels_->linear_bf16({block.get(), nullptr, nullptr, hidden}, x, normed_.stride, 1, 0, 1, {y, kBlock, Epilogue::kStore});
+    for (size_t c = first; c < last; ++c) logits[best[c]] = y[c - first];
+  }
 }
 
 }  // namespace quasar

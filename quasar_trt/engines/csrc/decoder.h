@@ -1,5 +1,6 @@
 // One pass of a decoder-only model over a packed batch of sequences; the whole pass is one call.
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -8,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "attention_plan.h"
 #include "kernels.h"
 #include "kv_cache.h"
 #include "thread_pool.h"
@@ -21,6 +23,7 @@ class Buffer {
   int64_t size() const { return size_; }
   void resize(int64_t count) {
     const size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+    size_ = 0;
     data_.reset(static_cast<T*>(std::aligned_alloc(64, bytes)));
     if (!data_) throw std::bad_alloc();
     std::memset(static_cast<void*>(data_.get()), 0, bytes);
@@ -37,6 +40,7 @@ class Buffer {
 struct DecoderShape {
   int layers, hidden, intermediate, heads, kv_heads, head, vocab;
   float norm_epsilon;
+  int rescored;  // logits of each row, where the head has BF16 rows too
   int max_rows, max_seq_len;
 
   int qkv() const { return (heads + 2 * kv_heads) * head; }
@@ -63,6 +67,7 @@ struct DecoderWeights {
   std::vector<LayerWeights> layers;
   const float* final_norm;
   Linear head;
+  const uint16_t* head_rows;  // [vocab, hidden] bfloat16, which the best logits are computed from again; null: they stand
   const float *cos, *sin;  // [max_seq_len, head / 2]
 };
 
@@ -89,6 +94,11 @@ class Decoder {
     Buffer<int16_t> codes16;
     int stride = 0;
   };
+  // Results of the chunks of one attention task.
+  struct Partials {
+    Buffer<float> floats;
+    std::atomic<int> done{0};  // chunks
+  };
 
   void check(const std::vector<Part>& parts, const int32_t* tokens, int& rows) const;
   void forward(int thread);
@@ -98,9 +108,11 @@ class Decoder {
   void normalize_heads(const LayerWeights& w, float* x, float* scratch) const;
   void rotate(int layer, int thread);
   void attend(int layer, int thread);
+  Partials& partials(const AttentionPiece& piece, int thread);
   void quantize(const Linear& reader, Activations& x, int rows, int thread);
   void linear(const Linear& linear, const Activations& x, int rows, int n, Output out, int thread);
   void logits(int thread);
+  void rescore(int row, int thread);
 
   const DecoderShape shape_;
   const DecoderWeights weights_;
@@ -120,9 +132,14 @@ class Decoder {
   std::shared_ptr<Buffer<float>> logits_ = std::make_shared<Buffer<float>>();  // shared with views that callers may keep
   Activations normed_, attended_, gated_;
   std::vector<RowScale> scales_;
+  std::vector<AttentionPart> attention_parts_;
+  std::vector<std::vector<AttentionPiece>> attention_pieces_;  // of each thread
   struct Scratch {
     Buffer<float> floats;
+    Buffer<uint16_t> head_block;                // rows of the head, packed as a block of a linear
+    std::vector<int32_t> best;                  // ids of a row's best logits
     std::vector<const uint16_t*> keys, values;  // pages of one sequence, layer and key/value head
+    Partials own, shared;                       // of tasks of this thread alone; of the task that others finish
   };
   std::vector<Scratch> scratch_;  // per thread
 };

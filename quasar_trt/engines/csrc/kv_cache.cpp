@@ -1,8 +1,6 @@
 #include "kv_cache.h"
 
-#include <cstdlib>
 #include <cstring>
-#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -11,21 +9,9 @@ namespace quasar {
 KvCache::KvCache(int layers, int kv_heads, int head)
     : kv_heads_(kv_heads),
       key_elements_(static_cast<int64_t>(kPage) * head),
-      slot_elements_(key_elements_ + static_cast<int64_t>(kPage) * padded(head)),
-      elements_(slot_elements_ * layers * kv_heads) {}
-
-KvCache::Page KvCache::new_page() {
-  // Zeroed: the kernels read whole vectors, beyond the head size and beyond the last position, and ignore what they find there.
-  // A page is a multiple of 128 bytes, as aligned_alloc wants.
-  void* memory = std::aligned_alloc(64, static_cast<size_t>(page_bytes()));
-  if (!memory) throw std::bad_alloc();
-  std::memset(memory, 0, static_cast<size_t>(page_bytes()));
-  ++pages_in_use_;
-  return Page(static_cast<uint16_t*>(memory), [this](uint16_t* p) {
-    std::free(p);
-    --pages_in_use_;
-  });
-}
+      slot_elements_(key_elements_ + static_cast<int64_t>(kPage) * padded(head, 32)),
+      page_bytes_(slot_elements_ * layers * kv_heads * static_cast<int64_t>(sizeof(uint16_t))),
+      pool_(page_bytes_) {}
 
 KvCache::Sequence& KvCache::at(int sequence) {
   const auto found = sequences_.find(sequence);
@@ -66,10 +52,10 @@ void KvCache::reserve(int sequence, int count) {
   const int last = (s.length + count - 1) / kPage;
   for (int page = s.length / kPage; page <= last; ++page) {
     if (page == static_cast<int>(s.pages.size())) {
-      s.pages.push_back(new_page());
+      s.pages.push_back(pool_.take());
     } else if (s.pages[page].use_count() > 1) {
-      Page copy = new_page();
-      std::memcpy(copy.get(), s.pages[page].get(), static_cast<size_t>(page_bytes()));
+      Page copy = pool_.take();
+      std::memcpy(copy.get(), s.pages[page].get(), static_cast<size_t>(page_bytes_));
       s.pages[page] = std::move(copy);
     }
   }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "page_pool.h"
 
 namespace quasar {
 
@@ -22,10 +23,10 @@ class KvCache {
   // Makes positions [length, length + count) writable; `advance` then counts them as cached.
   void reserve(int sequence, int count);
   void advance(int sequence, int count);
-  int64_t bytes() const { return pages_in_use_ * page_bytes(); }
+  int64_t bytes() const { return pool_.bytes_in_use(); }
 
-  // A page holds, for every layer and key/value head, keys [kPage / 16][head][16] at `keys_at` and values
-  // [kPage][padded(head)] at `values_at` elements from its start; bfloat16 bits.
+  // A page holds, for every layer and key/value head, keys at `keys_at` and values at `values_at` elements from its start,
+  // laid out as kernels.h says.
   uint16_t* page(int sequence, int index) const { return at(sequence).pages[static_cast<size_t>(index)].get(); }
   int64_t keys_at(int layer, int kv_head) const { return (static_cast<int64_t>(layer) * kv_heads_ + kv_head) * slot_elements_; }
   int64_t values_at(int layer, int kv_head) const { return keys_at(layer, kv_head) + key_elements_; }
@@ -37,16 +38,14 @@ class KvCache {
     int length = 0;
   };
 
-  Page new_page();
   Sequence& at(int sequence);
   const Sequence& at(int sequence) const;
-  int64_t page_bytes() const { return elements_ * static_cast<int64_t>(sizeof(uint16_t)); }
 
   const int kv_heads_;
-  const int64_t key_elements_, slot_elements_, elements_;  // per page: keys of a slot, a slot (layer, head), all
+  const int64_t key_elements_, slot_elements_, page_bytes_;  // of a page: keys of a slot, a slot (layer, head), all
+  PagePool pool_;
   std::unordered_map<int, Sequence> sequences_;
   int next_ = 0;
-  int64_t pages_in_use_ = 0;
 };
 
 }  // namespace quasar

@@ -1,0 +1,173 @@
+// Attention, over sixteen lanes; as kernels_body.h.
+//
+// A query's positions are cut into chunks at absolute positions. Each chunk is a softmax of its own, and the chunks are joined
+// in order, so a result depends neither on which queries share the reading of keys and values nor on who computed which chunk.
+#pragma once
+#include "exp_body.h"
+#include "kernels.h"
+
+namespace {
+
+template <int G>
+struct Tile { static constexpr int kQueries = G; };
+
+// Calls run(Tile<count>()).
+template <int G = kTileAttention, class Run>
+inline void with_tile(int count, const Run& run) {
+  if constexpr (G > 0) {
+    if (count == G) run(Tile<G>());
+    else with_tile<G - 1>(count, run);
+  }
+}
+
+// q[d * G + g] = channel d of query g: what the scores read is then one stream.
+void pack_queries(const AttentionQuery* queries, int count, int head, float* q) {
+  for (int d = 0; d < head; ++d)
+    for (int g = 0; g < count; ++g) *q++ = queries[g].q[d];
+}
+
+// Scores of G queries against 16 keys: sums over the head run over even and odd channels apart, like the BF16 linear.
+template <int G>
+void score_keys(const float* q, const uint16_t* keys, const uint16_t* ahead, int head, float* scores) {
+  F even[G], odd[G];
+  for (int g = 0; g < G; ++g) even[g] = odd[g] = set1(0.0f);
+  for (int d = 0; d < head; d += 2, q += 2 * G) {
+    prefetch(ahead + d * 16);
+    F k_even, k_odd;
+    load_bf16_pairs(keys + d * 16, k_even, k_odd);
+    for (int g = 0; g < G; ++g) {
+      even[g] = fma(set1(q[g]), k_even, even[g]);
+      odd[g] = fma(set1(q[G + g]), k_odd, odd[g]);
+    }
+  }
+  for (int g = 0; g < G; ++g) store(scores + g * kChunk, add(even[g], odd[g]));
+}
+
+// In place: scores -> exp(score - largest), zero beyond `count`. partial gets the largest score and the sum.
+void softmax_numerators(float* scores, int count, float* partial) {
+  const int end = padded(count);
+  for (int j = count; j < end; ++j) scores[j] = -__builtin_inff();
+  F top = set1(-__builtin_inff());
+  for (int j = 0; j < end; j += 16) top = max(load(scores + j), top);
+  float lanes[16];
+  store(lanes, top);
+  float largest = lanes[0];
+  for (int i = 1; i < 16; ++i) largest = lanes[i] > largest ? lanes[i] : largest;
+  for (int j = 0; j < end; j += 16) store(scores + j, exp(sub(load(scores + j), set1(largest))));
+  for (int j = count; j < end; ++j) scores[j] = 0.0f;
+  F sum = set1(0.0f);
+  for (int j = 0; j < end; j += 16) sum = add(sum, load(scores + j));
+  partial[0] = largest;
+  partial[1] = reduce_add(sum);
+}
+
+// y += sum over slots [from, to) of a page of p[slot] * value[slot], slots in order.
+template <int G>
+void weigh_values(const float* p, const uint16_t* values, const uint16_t* ahead, int from, int to, int head, float* y) {
+  if (from >= to) return;
+  const int size = partial_size(head);
+  for (int d = 0; d < head; d += 32, values += kPage * 32, ahead += kPage * 32) {
+    F low[G], high[G];
+    for (int g = 0; g < G; ++g) {
+      low[g] = load(y + g * size + d);
+      high[g] = load(y + g * size + d + 16);
+    }
+    for (int j = from; j < to; ++j) {
+      prefetch(ahead + j * 32);
+      F v_low, v_high;
+      load_bf16_pairs(values + j * 32, v_low, v_high);
+      for (int g = 0; g < G; ++g) {
+        const F weight = set1(p[g * kChunk + j]);
+        low[g] = fma(weight, v_low, low[g]);
+        high[g] = fma(weight, v_high, high[g]);
+      }
+    }
+    for (int g = 0; g < G; ++g) {
+      store(y + g * size + d, low[g]);
+      store(y + g * size + d + 16, high[g]);
+    }
+  }
+}
+
+inline int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
+
+void attend_chunks(const AttentionQuery* queries, int count, const uint16_t* const* keys, const uint16_t* const* values, int head,
+                   int begin, int end, float* partials, float* scratch) {
+  const int size = partial_size(head), tiles = (count + kTileAttention - 1) / kTileAttention;
+  float *scores = scratch, *packed = scratch + kMaxQueries * kChunk;
+  int first[kMaxQueries + 1], longest = 0;
+  for (int t = 0; t <= tiles; ++t) first[t] = count * t / tiles;
+  for (int t = 0; t < tiles; ++t) pack_queries(queries + first[t], first[t + 1] - first[t], head, packed + first[t] * head);
+  for (int g = 0; g < count; ++g) longest = queries[g].length > longest ? queries[g].length : longest;
+  const int pages = clamp((longest + kPage - 1) / kPage, 0, end * kChunk / kPage);
+  const auto each_tile = [&](const auto& run) {
+    for (int t = 0; t < tiles; ++t) with_tile(first[t + 1] - first[t], [&](auto tile) { run(tile, first[t]); });
+  };
+
+  for (int chunk = begin; chunk < end; ++chunk) {
+    float* partial = partials + static_cast<int64_t>(chunk) * count * size;
+    const int start = chunk * kChunk, from_page = start / kPage, to_page = clamp(pages, 0, from_page + kChunk / kPage);
+    int visible[kMaxQueries];
+    for (int g = 0; g < count; ++g) visible[g] = clamp(queries[g].length - start, 0, kChunk);
+
+    for (int page = from_page; page < to_page; ++page) {
+      const uint16_t* ahead = page + 1 < to_page ? keys[page + 1] : values[from_page];
+      for (int slot = 0; slot < kPage && page * kPage + slot < longest; slot += 16)
+        each_tile([&](auto tile, int g) {
+          score_keys<tile.kQueries>(packed + g * head, keys[page] + slot * head, ahead + slot * head, head,
+                                    scores + g * kChunk + page * kPage - start + slot);
+        });
+    }
+    for (int g = 0; g < count; ++g) {
+      float* y = partial + g * size;
+      for (int d = 0; d < size; d += 16) store(y + d, set1(0.0f));
+      if (visible[g]) softmax_numerators(scores + g * kChunk, visible[g], y + size - 16);
+    }
+    for (int page = from_page; page < to_page; ++page) {
+      const uint16_t* ahead = page + 1 < to_page ? values[page + 1] : to_page < pages ? keys[to_page] : values[page];
+      const int at = page * kPage - start;  // in the chunk
+      each_tile([&](auto tile, int g) {
+        constexpr int G = tile.kQueries;
+        int common = kPage;
+        for (int i = g; i < g + G; ++i) common = clamp(visible[i] - at, 0, common);
+        const float* p = scores + g * kChunk + at;
+        weigh_values<G>(p, values[page], ahead, 0, common, head, partial + g * size);
+        for (int i = 0; i < G; ++i) {  // what only some queries see is read for those alone
+          const int to = clamp(visible[g + i] - at, 0, kPage);
+          weigh_values<1>(p + i * kChunk, values[page], ahead, common, to, head, partial + (g + i) * size);
+        }
+      });
+    }
+  }
+}
+
+void join_chunks(float* partials, int stride, int length, int head, float* out) {
+  const int chunks = (length + kChunk - 1) / kChunk, at = partial_size(head) - 16;
+  float largest = partials[at];
+  for (int c = 1; c < chunks; ++c) {
+    const float top = partials[c * stride + at];
+    largest = top > largest ? top : largest;
+  }
+  F total = set1(0.0f);
+  for (int c = 0; c < chunks; ++c) {
+    float* top_and_sum = partials + c * stride + at;
+    const F weight = exp(set1(top_and_sum[0] - largest));
+    total = fma(weight, set1(top_and_sum[1]), total);
+    store(top_and_sum, weight);
+  }
+  const F inverse = div(set1(1.0f), total);
+  for (int d = 0; d < head; d += 16) {
+    F y = set1(0.0f);
+    for (int c = 0; c < chunks; ++c) y = fma(load(partials + c * stride + at), load(partials + c * stride + d), y);
+    y = mul(y, inverse);
+    if (d + 16 <= head) {
+      store(out + d, y);
+    } else {  // the next head's values follow
+      float lanes[16];
+      store(lanes, y);
+      std::memcpy(out + d, lanes, static_cast<size_t>(head - d) * sizeof(float));
+    }
+  }
+}
+
+}  // namespace
