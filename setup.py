@@ -86,6 +86,7 @@ EXTRAS["test"] = [
     *EXTRAS["triton"],  # about 200 MB: kernels are interpreted and compiled without a GPU
     "tensorrt-cu13-bindings>=10.15",  # of which only the Python layer for plugins is used; its library needs a GPU
     "sentencepiece>=0.2",
+    "hypothesis>=6.100",
     "pytest>=8",
     "ruff>=0.9",
 ]

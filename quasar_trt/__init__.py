@@ -1,6 +1,6 @@
 """Speculative decoding whose verifier is a smoothed INT8 engine.
 
-`Runner` and `SamplingParams` are all a program needs; they load on first use, so importing the package is quick and needs
+`Runner` (for servers `AsyncRunner`) and `SamplingParams` are all a program needs; they load on first use, so importing the package is quick and needs
 neither torch nor a GPU stack.
 """
 
@@ -11,11 +11,12 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "AsyncRunner": "quasar_trt.async_runner",
     "Runner": "quasar_trt.runner",
     "SamplingParams": "quasar_trt.sampling_params",
     "QuasarError": "quasar_trt.errors",
 }
-__all__ = ["QuasarError", "Runner", "SamplingParams", "__version__"]
+__all__ = ["AsyncRunner", "QuasarError", "Runner", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str):

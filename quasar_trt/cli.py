@@ -19,6 +19,7 @@ from quasar_trt import __version__
 from quasar_trt.bench.options import BenchOptions, KernelBenchOptions
 from quasar_trt.cli_options import (
     ENGINE,
+    KV_CACHE,
     PATH,
     THREADS,
     DefaultGroup,
@@ -123,8 +124,11 @@ def build(model, output_dir, **options):
 @sampling_options(defaults=SamplingParams())
 @ENGINE
 @THREADS
+@KV_CACHE
 @click.option("--stats/--no-stats", default=True, help="One line about acceptance and speed, on stderr.")
-def generate(engine_dir, prompt, chat, drafter, drafter_option, engine, threads, stats, sampling):
+def generate(
+    engine_dir, prompt, chat, drafter, drafter_option, engine, threads, kv_cache_memory_bytes, stats, sampling
+):
     """Continue prompts, streaming to the terminal.
 
     Each PROMPT is continued in turn by the engine in ENGINE_DIR; '-' reads one from standard input.
@@ -136,7 +140,7 @@ def generate(engine_dir, prompt, chat, drafter, drafter_option, engine, threads,
     from quasar_trt.metrics import stats_line
 
     model = GenerationConfig.read(engine_dir).sampling
-    runner = open_runner(engine_dir, drafter, drafter_option, engine, threads)
+    runner = open_runner(engine_dir, drafter, drafter_option, engine, threads, kv_cache_memory_bytes)
     continuation = Continuation(runner, SamplingParams(**model | sampling))
     for text in prompt:
         request = standard_input() if text == "-" else text
@@ -153,7 +157,8 @@ def generate(engine_dir, prompt, chat, drafter, drafter_option, engine, threads,
 @sampling_options("n", "logprobs", "prompt_logprobs", defaults=CHAT)
 @ENGINE
 @THREADS
-def chat(engine_dir, system, drafter, drafter_option, engine, threads, sampling):
+@KV_CACHE
+def chat(engine_dir, system, drafter, drafter_option, engine, threads, kv_cache_memory_bytes, sampling):
     """Talk with a model.
 
     Answers stream; the line below tells how drafting goes. /reset begins anew, /exit leaves, Ctrl-C stops an answer.
@@ -167,13 +172,13 @@ def chat(engine_dir, system, drafter, drafter_option, engine, threads, sampling)
     from quasar_trt.generation_config import GenerationConfig
 
     model = GenerationConfig.read(engine_dir).sampling
-    runner = open_runner(engine_dir, drafter, drafter_option, engine, threads)
+    runner = open_runner(engine_dir, drafter, drafter_option, engine, threads, kv_cache_memory_bytes)
     note_defaults(model, sampling)
     console = Console()
     converse(Chat(runner, dataclasses.replace(CHAT, **model | sampling), system, console), console)
 
 
-def open_runner(engine_dir, drafter, drafter_option, engine, threads) -> Runner:
+def open_runner(engine_dir, drafter, drafter_option, engine, threads, kv_cache_memory_bytes) -> Runner:
     from quasar_trt.runner import Runner
 
     return Runner.from_dir(
@@ -182,6 +187,7 @@ def open_runner(engine_dir, drafter, drafter_option, engine, threads) -> Runner:
         drafter_options=dict(drafter_option),
         engine=engine,
         threads=threads,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
     )
 
 

@@ -51,6 +51,23 @@ class RowCounts(click.ParamType):
             raise QuasarError(f"{param.opts[0]} is '{value}'; allowed: numbers with commas between them") from None
 
 
+class Bytes(click.ParamType):
+    """A number of bytes, with K, M or G behind it for powers of 1024; what takes it checks its range."""
+
+    name = "bytes"
+
+    def convert(self, value, param, ctx):
+        if isinstance(value, int):
+            return value
+        unit = {"K": 2**10, "M": 2**20, "G": 2**30}.get(value[-1:].upper(), 1)
+        try:
+            return int(float(value[:-1]) * unit) if unit > 1 else int(value)
+        except (ValueError, OverflowError):
+            raise QuasarError(
+                f"{param.opts[0]} is '{value}'; allowed: bytes, or a number with K, M or G behind it"
+            ) from None
+
+
 def field_option(owner: type, name: str, text: str, flag: bool = False, **attributes):
     """A click option for one field of an options dataclass, with the field's default."""
     spelling = f"--{name.replace('_', '-')}"
@@ -200,6 +217,11 @@ def _engine_names() -> list[str]:
 
 ENGINE = click.option(
     "--engine", type=RegistryName(_engine_names), default="auto", show_default=True, help="What runs the verifier."
+)
+KV_CACHE = click.option(
+    "--kv-cache-memory-bytes",
+    type=Bytes(),
+    help="Most memory for keys and values, as 2G; half of what is available by default.",
 )
 THREADS = click.option(
     "--threads", type=click.IntRange(min=1), help="Threads of the engine; all usable CPUs by default."

@@ -51,8 +51,11 @@ class Continuation:
 
     def _note_limit(self, num_tokens: int, finish_reason: str | None) -> None:
         if finish_reason == "length" and num_tokens != self._params.max_tokens:
-            limit = self._runner.engine.max_seq_len
-            click.echo(f"note: cut after {num_tokens} tokens, at the engine's max_seq_len of {limit}", err=True)
+            limit = self._runner.max_seq_len
+            where = f"the engine's max_seq_len of {limit}"
+            if limit < self._runner.engine.max_seq_len:
+                where = f"the {limit} tokens that fit into --kv-cache-memory-bytes"
+            click.echo(f"note: cut after {num_tokens} tokens, at {where}", err=True)
 
 
 def _print_logprobs(entries: Sequence[dict[int, Logprob] | None]) -> None:

@@ -1,4 +1,4 @@
-"""The one exception a user meets, and the helper that names the nearest valid choice."""
+"""The exceptions a user meets, and the helper that names the nearest valid choice."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ class QuasarError(Exception):
     The message says what was wrong, the value, what is allowed and how to mend it. The CLI prints it without a
     traceback and exits with code 1.
     """
+
+
+class RunnerBusy(QuasarError):
+    """More requests than are allowed at a time; the same one can be made again later."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> QuasarError:

@@ -111,6 +111,21 @@ def memory() -> str:
     return f"{total / 2**30:.1f} GiB"
 
 
+def available_memory() -> int:
+    """Bytes that this process may still take: of the machine, and of its control group (version 2) where that has a limit."""
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        group = Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
+        limit, used = map(int, _read(Path("/sys/fs/cgroup") / group, "memory.max", "memory.current"))
+    except (OSError, ValueError):  # ValueError: "max"
+        return available
+    return max(min(available, limit - used), 0)
+
+
 def native_engine() -> str:
     """Which native kernels the cpu engine would use, or why there is no native engine."""
     from quasar_trt.plugins import native

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from quasar_trt.logprobs import Logprob
 from quasar_trt.metrics import SpeculationMetrics
+from quasar_trt.service_metrics import ServiceMetrics
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,8 @@ class CompletionOutput:
 
     index: which of the prompt's completions.
     token_ids: emitted ids, with the one that ended the completion.
-    finish_reason: "stop", "length", or "error" when the engine gave a row that is not a distribution or the parameters left
-        no token; that ends this completion only.
+    finish_reason: "stop", "length", "abort", "timeout", or "error" when the engine gave a row that is not a distribution or
+        the parameters left no token; that ends this completion only.
     stop_reason: for "stop" the text or id that ended it (None for the model's first end-of-sequence id), for "error" the
         message.
     logprobs: per emitted id {token: Logprob}, the id itself first; None unless asked for.
@@ -50,7 +51,7 @@ class RequestOutput:
     prompt_logprobs: per id of the prompt {token: Logprob}, None for the first id, which nothing predicts; None unless asked
         for, or when the prompt could not be read to its end.
     outputs: one completion for each of `n`.
-    metrics: over all of them.
+    metrics, service: over all of them.
     """
 
     request_id: int
@@ -59,6 +60,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     metrics: SpeculationMetrics
+    service: ServiceMetrics
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class StreamOutput:
 
     text: what the emitted ids add to the text; a character whose bytes are not complete, and what may be the beginning of
         a stop text, come with a later piece. Empty when the runner has no tokenizer and when the caller wants ids only.
-    token_ids: the emitted ids.
+    token_ids: the emitted ids; none in the last piece of a completion that was ended by a timeout.
     finish_reason, stop_reason: None until the last piece.
     logprobs: as in CompletionOutput, of the emitted ids.
     index: which of the prompt's completions.

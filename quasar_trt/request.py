@@ -16,9 +16,12 @@ from quasar_trt.metrics import SpeculationMetrics
 from quasar_trt.rejection import accept
 from quasar_trt.sampling import Sampler
 from quasar_trt.sampling_params import SamplingParams
+from quasar_trt.service_metrics import ServiceMetrics
 from quasar_trt.stopping import StopChecker
 
+ABORT = "abort"
 ERROR = "error"
+TIMEOUT = "timeout"
 
 
 class Request:
@@ -27,13 +30,15 @@ class Request:
     sample_index: which of the prompt's completions this is. The first alone scores the prompt, where that is asked for.
     detokenizer: where text is needed as the tokens come: for stop texts and for streams.
     bad_words: the ids of each bad word.
+    timeout: seconds after which a pass that begins finds the request ended, waiting included; None for no limit.
 
     context: prompt and emitted ids; the drafter reads this very list.
     siblings: the requests for all completions of the prompt, this one included.
+    submitted_at: by perf_counter, when the scheduler got it; arrival: its place among all that the scheduler got.
+    emitted_at: by perf_counter, when it emitted last; None before the first token.
     sequence: the engine's handle while the request is active, else None.
     num_cached: ids of the context whose rows are in the engine's cache.
     logprobs, prompt_logprobs: one entry per emitted token, and per token of the prompt but the first; empty unless asked for.
-    error: why the request failed, or None.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class Request:
         sample_index: int = 0,
         detokenizer: Detokenizer | None = None,
         bad_words: Sequence[Sequence[int]] = (),
+        timeout: float | None = None,
     ):
         self.id = request_id
         self.prompt = prompt
@@ -58,13 +64,19 @@ class Request:
         self.stop = StopChecker(params, eos_token_ids, max_seq_len - self.num_prompt_tokens, detokenizer)
         processors = LogitsProcessors.for_request(params, self.context, self.stop.end_token_ids, bad_words)
         self.sampler = Sampler(params, sample_index, processors)
+        self.timeout = timeout
         self.metrics = SpeculationMetrics()
+        self.service = ServiceMetrics()
         self.siblings: Sequence[Request] = (self,)
+        self.submitted_at = 0.0
+        self.arrival = 0
+        self.known_to_drafter = False
+        self.emitted_at: float | None = None
         self.sequence: int | None = None
         self.num_cached = 0
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
-        self.error: str | None = None
+        self._ended: tuple[str | None, str | None] = None, None  # reason and error, where its tokens did not end it
         self._scores_prompt = params.prompt_logprobs is not None and sample_index == 0
         # Of the pass that was accepted last and is not committed yet.
         self._new_logprobs: list[TokenLogprobs] = []
@@ -77,16 +89,44 @@ class Request:
 
     @property
     def finish_reason(self) -> str | None:
-        return ERROR if self.error else self.stop.finish_reason
+        return self._ended[0] or self.stop.finish_reason
 
     @property
     def stop_reason(self) -> int | str | None:
-        return self.error or self.stop.stop_reason
+        return self._ended[1] if self._ended[0] else self.stop.stop_reason
 
     @property
-    def num_shared_tokens(self) -> int:
-        """Ids of the prompt whose rows in the cache serve every completion; the row of the last one is each one's own."""
-        return self.num_prompt_tokens - 1
+    def error(self) -> str | None:
+        """Why the request failed."""
+        return self._ended[1]
+
+    @property
+    def num_pending(self) -> int:
+        """Committed ids that are not in the cache yet."""
+        return len(self.context) - self.num_cached
+
+    @property
+    def wants_whole_prompt(self) -> bool:
+        """Whether rows of the prompt are still to be scored, so that none can be taken from another sequence."""
+        return self._scores_prompt and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def end(self, reason: str, error: str | None = None) -> None:
+        """Ends the request for another reason than its tokens."""
+        self._ended = reason, error
+        if self.stop.detokenizer:
+            self.stop.detokenizer.end()
+
+    def lose_cache(self) -> None:
+        """Everything is to be computed again but what the request has emitted and scored."""
+        self.sequence = None
+        self.num_cached = 0
+        self.service.num_preemptions += 1
+
+    def chunk(self, most: int) -> list[int]:
+        """Up to `most` of the pending ids, the next ones. Rows that were scored before come apart from those that were not."""
+        if self.wants_whole_prompt and (num_scored := len(self.prompt_logprobs) - self.num_cached) > 0:
+            most = min(most, num_scored)
+        return self.context[self.num_cached : self.num_cached + most]
 
     def reaches_end(self, chunk: Sequence[int]) -> bool:
         """Whether the cache will hold the whole context once `chunk` has entered it."""
@@ -111,7 +151,7 @@ class Request:
             finishes = self.stop.ahead().emit
             acceptance = accept(logits[first:], draft, self.sampler, len(self.context), finishes)
         except QuasarError as error:
-            self.error = str(error)
+            self.end(ERROR, str(error))
             return Acceptance((), 0)
         if (count := self.params.logprobs) is not None:
             rows = zip(logits[first:], acceptance.emitted, strict=False)
@@ -142,7 +182,7 @@ class Request:
 
     @property
     def _is_scoring(self) -> bool:
-        return self._scores_prompt and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+        return self.wants_whole_prompt and self.num_cached == len(self.prompt_logprobs)
 
     def _num_scored(self, chunk: Sequence[int]) -> int:
         """Rows of the chunk before its last one that come back, because the prompt is scored."""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial, reduce
-from itertools import chain
-from operator import add
 from pathlib import Path
 
 from quasar_trt.detokenizer import Detokenizer
@@ -14,16 +11,18 @@ from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.base import Drafter
 from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError
+from quasar_trt.generation import Generation
 from quasar_trt.generation_config import GenerationConfig
-from quasar_trt.logprobs import Logprob, by_token
+from quasar_trt.kv_budget import KvBudget
 from quasar_trt.machine import cpu_model, native_build, usable_cpus, version_of
 from quasar_trt.manifest import Manifest
 from quasar_trt.metrics import SpeculationMetrics
-from quasar_trt.outputs import CompletionOutput, RequestOutput, StreamOutput
+from quasar_trt.outputs import RequestOutput, StreamOutput
 from quasar_trt.prompts import Prompt, as_list, token_ids
 from quasar_trt.request import Request
 from quasar_trt.sampling_params import SamplingParams
 from quasar_trt.scheduler import Scheduler
+from quasar_trt.service_metrics import Load, ServiceMetrics
 from quasar_trt.step_cost import StepCost
 
 
@@ -36,7 +35,12 @@ class Runner:
     default_sampling_params: for requests that come without; None for SamplingParams().
     max_batch_size: requests per pass; further ones wait and join as others finish.
     max_draft_len: the most draft tokens per request and pass.
-    step_cost: by which draft lengths are chosen, so that drafting pays; None verifies every draft whole.
+    step_cost: by which draft lengths are chosen, so that drafting pays, and chunks of prompts, so that they do not hold up
+        requests that decode; None verifies every draft whole and takes prompts as fast as they go.
+    kv_cache_memory_bytes: the most memory for keys and values; None for half of what is available now. Where it runs out, the
+        request that arrived last is computed again later.
+
+    max_seq_len: tokens of the longest sequence, by the engine's limit and by kv_cache_memory_bytes.
 
     Raises QuasarError for limits that leave nothing to do and when the drafter may propose more than max_draft_len.
     """
@@ -52,9 +56,11 @@ class Runner:
         max_batch_size: int = 16,
         max_draft_len: int = 16,
         step_cost: StepCost | None = None,
+        kv_cache_memory_bytes: int | None = None,
     ):
         self.engine = engine
-        self._scheduler = Scheduler(engine, drafter, max_batch_size, max_draft_len, step_cost)
+        self._kv_budget = KvBudget(engine, kv_cache_memory_bytes)
+        self._scheduler = Scheduler(engine, drafter, max_batch_size, max_draft_len, self._kv_budget, step_cost)
         self._tokenizer = tokenizer
         if eos_token_ids is None:
             own = None if self.tokenizer is None else self.tokenizer.eos_token_id
@@ -71,12 +77,13 @@ class Runner:
         drafter_options: Mapping[str, object] | None = None,
         engine: str = "auto",
         threads: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
     ) -> Runner:
         """A runner for an engine directory, with its limits, tokenizer, end-of-sequence ids and default sampling parameters.
 
-        The tokenizer is loaded when it is first needed. With a drafter, the costs of the engine's passes are measured the
-        first time that this engine is opened on this machine, mostly within half a second. Raises QuasarError for a
-        directory that is no engine or is damaged, and for an unknown drafter, option or engine.
+        The tokenizer is loaded when it is first needed. The costs of the engine's passes are measured the first time that
+        this engine is opened on this machine, mostly within half a second. Raises QuasarError for a directory that is no
+        engine or is damaged, for an unknown drafter, option or engine, and for kv_cache_memory_bytes that hold no sequence.
         """
         from quasar_trt.engines import open_engine
 
@@ -86,7 +93,6 @@ class Runner:
         limits = manifest.limits
         generation = GenerationConfig.read(engine_dir)
         opened = open_engine(engine_dir, engine=engine, threads=threads)
-        step_cost = None if made_drafter is None else _step_cost(opened, manifest)
         return cls(
             opened,
             tokenizer=engine_dir if (engine_dir / "tokenizer.json").is_file() else None,
@@ -95,13 +101,32 @@ class Runner:
             default_sampling_params=SamplingParams(**generation.sampling),
             max_batch_size=limits.max_batch_size,
             max_draft_len=limits.max_draft_len,
-            step_cost=step_cost,
+            step_cost=_step_cost(opened, manifest),
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
         )
 
     @property
     def stats(self) -> SpeculationMetrics:
         """Metrics over all requests of this runner so far."""
         return self._scheduler.stats
+
+    @property
+    def service(self) -> ServiceMetrics:
+        """Latencies, preemptions and reuse over all requests of this runner so far."""
+        return self._scheduler.service
+
+    @property
+    def load(self) -> Load:
+        """Requests that wait and run, and the memory of their keys and values, now."""
+        return self._scheduler.load
+
+    @property
+    def max_seq_len(self) -> int:
+        return self._kv_budget.max_seq_len
+
+    def reset_prefix_cache(self) -> None:
+        """Frees the keys and values of finished requests, which are kept for later ones that begin alike."""
+        self._scheduler.forget_prefixes()
 
     @property
     def tokenizer(self):
@@ -122,10 +147,13 @@ class Runner:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        timeout: float | None = None,
     ) -> list[RequestOutput]:
         """Completes one prompt or several, given as text or as token ids; the answers come in the prompts' order.
 
         sampling_params: for every prompt, or a list of one per prompt; `default_sampling_params` where None.
+        timeout: seconds after which what is not finished ends with finish_reason "timeout" and what there is of it.
 
         Raises QuasarError for a prompt that is empty, too long, of another type or has ids outside of the vocabulary, and
         for sampling parameters that do not match the prompts or the model, before anything runs.
@@ -137,17 +165,18 @@ class Runner:
             raise QuasarError(
                 f"sampling_params has {len(sampling_params)} entries; allowed: one per prompt, {len(prompts)}"
             )
-        families = [self._requests(*pair) for pair in zip(prompts, sampling_params, strict=True)]
-        requests = list(chain.from_iterable(families))
-        for request in requests:
-            self._scheduler.submit(request)
+        pairs = zip(prompts, sampling_params, strict=True)
+        generations = [self.prepare(*pair, detokenize=False, timeout=timeout) for pair in pairs]
         try:
-            for request in requests:
-                while request.finish_reason is None:
-                    self._scheduler.step()
+            for generation in generations:
+                self.submit(generation)
+            for generation in generations:
+                while not generation.finished:
+                    self.step()
         finally:
-            self._scheduler.release(requests)
-        return [self._output(family) for family in families]
+            for generation in generations:
+                self.abort(generation)
+        return [generation.output() for generation in generations]
 
     def chat(
         self,
@@ -159,70 +188,59 @@ class Runner:
         return self.generate([self.chat_ids(each) for each in (messages if several else [messages])], sampling_params)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, detokenize: bool = True
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        detokenize: bool = True,
+        timeout: float | None = None,
     ) -> Iterator[StreamOutput]:
         """Completes one prompt, step by step; the prompt is checked at once, the work begins with the first piece.
 
         detokenize: False leaves the text of the pieces empty, for whoever wants ids only.
+        timeout: seconds from the beginning of the work, as in `generate`.
 
         The texts of a completion's pieces join to its text. Raises QuasarError as `generate` does, and from the iterator
         when the engine gives a row that is no distribution.
         """
-        return self._stream(self._requests(prompt, sampling_params, detokenize), detokenize)
+        return self._stream(self.prepare(prompt, sampling_params, detokenize=detokenize, timeout=timeout))
 
-    def _stream(self, requests: list[Request], detokenize: bool) -> Iterator[StreamOutput]:
-        seen = {request: request.num_prompt_tokens for request in requests}  # of those that go on
-        for request in requests:
-            self._scheduler.submit(request)
+    def _stream(self, generation: Generation) -> Iterator[StreamOutput]:
         try:
-            while seen:
-                if not any(len(request.context) > count or request.finish_reason for request, count in seen.items()):
-                    self._scheduler.step()  # otherwise a neighbour has advanced one of them
-                for request, count in list(seen.items()):
-                    if new := request.context[count:]:
-                        seen[request] += len(new)
-                        yield self._piece(request, new, detokenize)
-                    if request.error:
-                        raise QuasarError(request.error)
-                    if request.finish_reason and seen[request] == len(request.context):
-                        del seen[request]
+            self.submit(generation)
+            while not generation.is_told:
+                if not generation.has_news:
+                    self.step()  # otherwise a neighbour has advanced one of its completions
+                yield from generation.pieces()
         finally:
-            self._scheduler.release(requests)
+            self.abort(generation)
 
-    def _piece(self, request: Request, new: list[int], detokenize: bool) -> StreamOutput:
-        detokenizer = request.stop.detokenizer if detokenize else None
-        return StreamOutput(
-            detokenizer.say() if detokenizer else "",
-            new,
-            request.finish_reason,
-            request.stop_reason,
-            self._logprobs(request, len(request.token_ids) - len(new)),
-            request.sample_index,
-        )
-
-    def _requests(self, prompt: Prompt, params: SamplingParams | None, detokenize: bool = False) -> list[Request]:
-        """One for each of the prompt's completions. detokenize: the text is wanted as the tokens come."""
-        params = self.default_sampling_params if params is None else params
+    def prepare(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        detokenize: bool = True,
+        timeout: float | None = None,
+    ) -> Generation:
+        """A checked prompt, for whoever calls `submit`, `step` and `abort` himself. Parameters and errors as in `stream`."""
+        params = self.default_sampling_params if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise QuasarError(
                 f"sampling_params is {reprlib.repr(params)}; allowed: SamplingParams; generate also takes a list of one per prompt"
             )
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
+            raise QuasarError(f"timeout is {timeout!r}; allowed: seconds, 0 or more, or None for no limit")
         text = prompt if isinstance(prompt, str) else None
         ids = self._encode(text) if text is not None else token_ids(prompt)
-        max_seq_len = self.engine.max_seq_len
         if not ids:
             raise QuasarError("the prompt has no tokens; give at least one")
-        if len(ids) >= max_seq_len:
-            raise QuasarError(
-                f"the prompt has {len(ids)} tokens; allowed: at most {max_seq_len - 1}, one less than the engine's "
-                "max_seq_len; shorten it or build with a larger --max-seq-len"
-            )
+        self._kv_budget.check_prompt(len(ids))
         self._check_ids("the prompt", ids, "; was another tokenizer used?")
         bad_words = self._check_params(params)
-        detokenize = bool(params.stop) or (detokenize and self.tokenizer is not None)
+        detokenizes = bool(params.stop) or (detokenize and self.tokenizer is not None)
         requests = []
         for index in range(params.n):
-            detokenizer = self._detokenizer(params) if detokenize else None
             requests.append(
                 Request(
                     self._num_requests,
@@ -230,16 +248,30 @@ class Runner:
                     ids,
                     params,
                     self.eos_token_ids,
-                    max_seq_len,
+                    self.max_seq_len,
                     sample_index=index,
-                    detokenizer=detokenizer,
+                    detokenizer=self._detokenizer(params) if detokenizes else None,
                     bad_words=bad_words,
+                    timeout=timeout,
                 )
             )
             self._num_requests += 1
         for request in requests:
             request.siblings = requests
-        return requests
+        return Generation(requests, detokenize, lambda: self.tokenizer)
+
+    def submit(self, generation: Generation) -> None:
+        """Queues it, behind what was submitted before."""
+        for request in generation.requests:
+            self._scheduler.submit(request)
+
+    def step(self) -> None:
+        """One pass of the engine for all that was submitted and goes on, as far as there is room. Raises what the engine raises."""
+        self._scheduler.step()
+
+    def abort(self, generation: Generation) -> None:
+        """Ends what is not finished, with finish_reason "abort", and frees what it held. Not from within a pass."""
+        self._scheduler.abort(generation.requests)
 
     def _check_params(self, params: SamplingParams) -> list[list[int]]:
         """The ids of each bad word. Raises QuasarError for parameters that do not fit the model."""
@@ -269,59 +301,10 @@ class Runner:
             wrong = next(token for token in ids if not 0 <= token < vocab)
             raise QuasarError(f"{name} has token id {wrong}; allowed: 0 to {vocab - 1}{hint}")
 
-    def _output(self, requests: list[Request]) -> RequestOutput:
-        first = requests[0]
-        scored = None
-        if first.params.prompt_logprobs is not None and len(first.prompt_logprobs) == first.num_prompt_tokens - 1:
-            scored = [None, *(by_token(entry, self._decode_token) for entry in first.prompt_logprobs)]
-        return RequestOutput(
-            first.id,
-            first.prompt,
-            first.context[: first.num_prompt_tokens],
-            scored,
-            [
-                CompletionOutput(
-                    request.sample_index,
-                    request.token_ids,
-                    request.finish_reason,
-                    request.stop_reason,
-                    self._logprobs(request),
-                    partial(self._text, request),
-                )
-                for request in requests
-            ],
-            reduce(add, [request.metrics for request in requests]),
-        )
-
-    def _logprobs(self, request: Request, first: int = 0) -> list[dict[int, Logprob]] | None:
-        """Of the emitted ids from the one of this index on."""
-        if request.params.logprobs is None:
-            return None
-        return [by_token(entry, self._decode_token) for entry in request.logprobs[first:]]
-
-    def _text(self, request: Request) -> str:
-        detokenizer = request.stop.detokenizer
-        if detokenizer is None:
-            if self.tokenizer is None:
-                return ""
-            detokenizer = self._detokenizer(request.params)
-            for token in request.token_ids[:-1] if request.stop.ends_with_id else request.token_ids:
-                detokenizer.push(token)
-        detokenizer.end()
-        return detokenizer.text
-
     def _detokenizer(self, params: SamplingParams) -> Detokenizer:
-        from quasar_trt.tokenizer import decode
+        from quasar_trt.tokenizer import detokenizer_for
 
-        special = {"skip_special_tokens": params.skip_special_tokens}
-        return Detokenizer(partial(decode, self.tokenizer, **special), params.stop, params.include_stop_str_in_output)
-
-    def _decode_token(self, token: int) -> str | None:
-        if self.tokenizer is None:
-            return None
-        from quasar_trt.tokenizer import decode
-
-        return decode(self.tokenizer, [token], skip_special_tokens=False)
+        return detokenizer_for(self.tokenizer, params)
 
     def _need_tokenizer(self):
         if self.tokenizer is None:

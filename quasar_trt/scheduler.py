@@ -1,12 +1,12 @@
 """The speculative loop: draft -> verify -> accept -> commit -> roll back, many requests at once.
 
-Requests are independent rows of one pass. A prompt enters the cache in chunks; its last chunk already carries a draft.
-Tokens depend on the request alone, so it does not matter who its neighbours are. Token ids only, no text.
+Requests are independent rows of one pass; they join and leave between passes. A prompt enters the cache in chunks; its
+last chunk already carries a draft. Tokens depend on the request alone, so it does not matter who its neighbours are, how its
+prompt was cut, whose prefix it shares or whether it lost its cache on the way. Token ids only, no text.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 
@@ -16,8 +16,12 @@ from quasar_trt.draft_length import DraftLengths
 from quasar_trt.drafters.base import NO_DRAFT, Draft, Drafter, DraftRequest
 from quasar_trt.engines.base import Acceptance, Engine
 from quasar_trt.errors import QuasarError
+from quasar_trt.kv_budget import KvBudget
 from quasar_trt.metrics import SpeculationMetrics
-from quasar_trt.request import Request
+from quasar_trt.prompt_chunks import PromptChunks
+from quasar_trt.request import ABORT, Request
+from quasar_trt.roster import Roster
+from quasar_trt.service_metrics import Load, ServiceMetrics
 from quasar_trt.step_cost import StepCost
 
 
@@ -26,7 +30,8 @@ class Scheduler:
 
     max_batch_size: requests per pass; further ones wait and join as others finish.
     max_draft_len: the most draft tokens per request and pass.
-    step_cost: by which draft lengths are chosen; None verifies every draft whole, as far as there are rows for it.
+    kv_budget: the memory of all caches; where it runs out, the request that arrived last loses its cache and waits.
+    step_cost: by which draft lengths and chunks of prompts are chosen; None takes all that there are rows for.
     stats: metrics over all requests so far.
 
     Raises QuasarError for limits that leave nothing to do and when the drafter may propose more than max_draft_len.
@@ -38,6 +43,7 @@ class Scheduler:
         drafter: Drafter | None,
         max_batch_size: int,
         max_draft_len: int,
+        kv_budget: KvBudget,
         step_cost: StepCost | None = None,
     ):
         if max_batch_size < 1:
@@ -53,119 +59,106 @@ class Scheduler:
         self.stats = SpeculationMetrics()
         self._engine = engine
         self._drafter = drafter
-        self._can_fork = engine.capabilities.fork
         self._max_rows = engine.capabilities.max_rows
-        self._max_active = min(max_batch_size, self._max_rows)  # each active request has a row in every pass
         self._max_draft_len = max_draft_len if wanted is None else wanted
+        self._kv_budget = kv_budget
         self._step_cost = step_cost
         self._draft_lengths = DraftLengths(step_cost)
-        self._waiting: deque[Request] = deque()
-        self._active: list[Request] = []
+        self._prompt_chunks = PromptChunks(step_cost, self._max_rows)
+        self._roster = Roster(engine, drafter, max_batch_size, kv_budget, self._prompt_chunks)
+
+    @property
+    def service(self) -> ServiceMetrics:
+        """Metrics over all requests so far."""
+        return self._roster.service
+
+    @property
+    def load(self) -> Load:
+        """What is there now."""
+        return self._roster.load
 
     def submit(self, request: Request) -> None:
-        """Puts a request behind those that wait. Whoever submits also releases."""
-        self._waiting.append(request)
+        """Puts a request behind those that wait; it leaves when it is finished or aborted."""
+        self._roster.submit(request)
+
+    def abort(self, requests: Sequence[Request]) -> None:
+        """Ends those that go on, and frees what any of them still holds."""
+        for request in requests:
+            if request.finish_reason is None:
+                request.end(ABORT)
+        self._roster.release(requests)
+
+    def forget_prefixes(self) -> None:
+        """Frees what finished requests left for later ones that begin alike."""
+        self._roster.prefixes.clear()
 
     def step(self) -> None:
-        """Advances every active request by one pass.
+        """Advances the active requests by one pass, once those that wait have joined them as far as there is room.
 
         Whatever interrupts it, each request stays as it was before the pass or as it is after it.
         """
-        self._admit()
+        self._roster.expire()
+        self._roster.admit()
+        requests, chunks = self._roster.plan()
         try:
-            self._advance()
+            if requests:
+                self._advance(requests, chunks)
         except BaseException:
-            for request in self._active:
+            for request in requests:
                 if self._engine.length(request.sequence) > request.num_cached:
                     self._engine.truncate(request.sequence, request.num_cached)
             raise
         finally:
-            self.release([request for request in self._active if request.finish_reason is not None])
+            self._roster.release([request for request in self._roster.active if request.finish_reason is not None])
 
-    def _advance(self) -> None:
-        active, chunks = self._active, self._chunks()
+    def _advance(self, requests: list[Request], chunks: list[list[int]]) -> None:
         accept_seconds = 0.0
 
         started = perf_counter()
-        drafts = self._draft(chunks)
+        drafts = self._draft(requests, chunks)
         drafted = perf_counter()
 
         def accept(index: int, logits: np.ndarray) -> Acceptance:
             nonlocal accept_seconds
             began = perf_counter()
-            acceptance = active[index].accept(logits, chunks[index], drafts[index])
+            acceptance = requests[index].accept(logits, chunks[index], drafts[index])
             accept_seconds += perf_counter() - began
             return acceptance
 
-        batch = [request.step(chunk, draft) for request, chunk, draft in zip(active, chunks, drafts, strict=True)]
+        batch = [request.step(chunk, draft) for request, chunk, draft in zip(requests, chunks, drafts, strict=True)]
         acceptances = self._engine.step(batch, accept)  # rolls its caches back to what was accepted
         seconds = (drafted - started, perf_counter() - drafted - accept_seconds, accept_seconds)
 
         self.stats.add_seconds(*seconds)
+        num_rows = sum(map(len, chunks)) + sum(map(len, drafts))
+        self._prompt_chunks.observe(num_rows, sum(len(chunk) for chunk in chunks if len(chunk) > 1), seconds[1])
         if self._step_cost and all(len(chunk) == 1 for chunk in chunks):
-            self._step_cost.observe(sum(1 + len(draft) for draft in drafts), seconds[1])
-        for request, chunk, draft, acceptance in zip(active, chunks, drafts, acceptances, strict=True):
+            self._step_cost.observe(num_rows, seconds[1])
+        for request, chunk, draft, acceptance in zip(requests, chunks, drafts, acceptances, strict=True):
             request.metrics.add_seconds(*seconds)
             if request.reaches_end(chunk):
                 self._commit(request, chunk, draft, acceptance)
             else:
                 request.advance(chunk)
 
-    def release(self, requests: Sequence[Request]) -> None:
-        """Takes requests out, finished or not, and frees what they hold; those already out are left alone."""
-        for request in requests:
-            if request.sequence is not None:
-                self._active.remove(request)
-                self._engine.close(request.sequence)
-                request.sequence = None
-                if self._drafter:
-                    self._drafter.stop(request.id)
-            elif request in self._waiting:
-                self._waiting.remove(request)
-
-    def _admit(self) -> None:
-        """Waiting requests become active while there is room; those whose prompt a sibling is about to share wait for it."""
-        for request in list(self._waiting):
-            if len(self._active) == self._max_active:
-                break
-            sharing = [each for each in request.siblings if each.sequence is not None] if self._can_fork else []
-            if sharing and sharing[0].num_cached < request.num_shared_tokens:
-                continue
-            # First: when it fails, the request still waits.
-            request.sequence = self._engine.fork(sharing[0].sequence) if sharing else self._engine.open()
-            if sharing:
-                request.num_cached = request.num_shared_tokens
-                self._engine.truncate(request.sequence, request.num_cached)
-            self._waiting.remove(request)
-            self._active.append(request)
-            if self._drafter:
-                self._drafter.start(request.id, request.context)
-
-    def _chunks(self) -> list[list[int]]:
-        """Per active request, the committed ids that go into this pass; every request gets at least one row."""
-        free = self._max_rows - len(self._active)
-        chunks = []
-        for request in self._active:
-            chunk = request.context[request.num_cached : request.num_cached + 1 + free]
-            free -= len(chunk) - 1
-            chunks.append(chunk)
-        return chunks
-
-    def _draft(self, chunks: list[list[int]]) -> list[Draft]:
-        """Per active request, as much of a draft as pays; empty where it could not be used."""
+    def _draft(self, requests: list[Request], chunks: list[list[int]]) -> list[Draft]:
+        """Per request, as much of a draft as pays; empty where it could not be used."""
         drafts = [NO_DRAFT] * len(chunks)
         if self._drafter is None:
             return drafts
         num_committed = sum(map(len, chunks))
         free = self._max_rows - num_committed
+        rows = [(request.sequence, len(chunk)) for request, chunk in zip(requests, chunks, strict=True)]
+        room = self._kv_budget.free - self._kv_budget.growth(rows)
         num_emitting = 0
         indices: list[int] = []
         batch: list[DraftRequest] = []
-        for index, (request, chunk) in enumerate(zip(self._active, chunks, strict=True)):
+        for index, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
             if request.reaches_end(chunk):
                 num_emitting += 1
                 # The verifier itself gives one id, so no draft token lies beyond max_tokens or the context limit.
                 limit = min(self._max_draft_len, free, request.stop.remaining - 1)
+                limit, room = self._kv_budget.fit_draft(*rows[index], limit, room)
                 if limit > 0:
                     indices.append(index)
                     batch.append(DraftRequest(request.id, request.context, limit, request.sampler))
@@ -185,5 +178,10 @@ class Scheduler:
         emitted, num_accepted_tokens = request.commit(chunk, acceptance)
         for metrics in (request.metrics, self.stats):
             metrics.count(len(draft), num_accepted_tokens, len(emitted))
+        if emitted:
+            now = perf_counter()
+            for metrics in (request.service, self.service):
+                metrics.count(len(emitted), now - request.submitted_at, request.emitted_at and now - request.emitted_at)
+            request.emitted_at = now
         if self._drafter and request.finish_reason is None:
             self._drafter.observe(request.id, emitted, num_accepted_tokens)

@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quasar_trt.detokenizer import Detokenizer
 from quasar_trt.errors import QuasarError
+from quasar_trt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -76,6 +79,12 @@ def encode_chat(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[s
 
 def decode(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
     return tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+
+def detokenizer_for(tokenizer: PreTrainedTokenizerFast, params: SamplingParams) -> Detokenizer:
+    """One for a completion with these parameters."""
+    decode_all = partial(decode, tokenizer, skip_special_tokens=params.skip_special_tokens)
+    return Detokenizer(decode_all, params.stop, params.include_stop_str_in_output)
 
 
 def bad_word_ids(tokenizer: PreTrainedTokenizerFast, words: Sequence[str]) -> list[list[int]]:

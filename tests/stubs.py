@@ -54,7 +54,8 @@ class Pass:
 class StubEngine(Engine):
     """Logits prescribed as a function of all ids up to the row's own; the cache is a list of ids per sequence.
 
-    An interrupted step leaves its rows in the caches.
+    An interrupted step leaves its rows in the caches. Memory is counted as pages of `page_size` ids, a byte per id, which
+    forks share until one of them writes; more than `memory` is a MemoryError.
 
     passes: every call of `step`; accepted: what came out of it. closed: handles in the order of closing.
     """
@@ -64,10 +65,13 @@ class StubEngine(Engine):
     max_seq_len: int = 256
     max_rows: int = 64
     weight_bytes_per_step: int = 0
+    page_size: int = 4
+    memory: int = 1 << 40
     passes: list[Pass] = field(default_factory=list)
     accepted: list[list[Acceptance | None]] = field(default_factory=list)
     caches: dict[int, list[int]] = field(default_factory=dict)
     closed: list[int] = field(default_factory=list)
+    pages: dict[int, list[object]] = field(default_factory=dict)
 
     def __post_init__(self):
         self.config = SimpleNamespace(vocab_size=self.vocab)
@@ -78,16 +82,18 @@ class StubEngine(Engine):
     def open(self) -> int:
         handle = len(self.caches) + len(self.closed)
         self.caches[handle] = []
+        self.pages[handle] = []
         return handle
 
     def fork(self, sequence: int) -> int:
         handle = self.open()
         self.caches[handle] = list(self._cache(sequence))
+        self.pages[handle] = list(self.pages[sequence])
         return handle
 
     def close(self, sequence: int) -> None:
         self._cache(sequence)
-        del self.caches[sequence]
+        del self.caches[sequence], self.pages[sequence]
         self.closed.append(sequence)
 
     def length(self, sequence: int) -> int:
@@ -98,6 +104,31 @@ class StubEngine(Engine):
         if length > len(cache):
             raise ValueError(f"sequence {sequence} holds {len(cache)} tokens, fewer than {length}")
         del cache[length:]
+        del self.pages[sequence][-(-length // self.page_size) :]
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.page_size * len({page for pages in self.pages.values() for page in pages})
+
+    def growth(self, sequence: int, count: int) -> int:
+        length = self.length(sequence)
+        copied = count > 0 and length % self.page_size > 0 and self._is_shared(self.pages[sequence][-1])
+        return self.bytes_of(length + count) - self.bytes_of(length) + self.page_size * copied
+
+    def bytes_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size) * self.page_size
+
+    def _is_shared(self, page: object) -> bool:
+        return sum(page in pages for pages in self.pages.values()) > 1
+
+    def _extend(self, sequence: int, ids: Sequence[int]) -> None:
+        pages, cache = self.pages[sequence], self._cache(sequence)
+        if ids and len(cache) % self.page_size and self._is_shared(pages[-1]):
+            pages[-1] = object()
+        cache.extend(ids)
+        pages += [object() for _ in range(len(pages), -(-len(cache) // self.page_size))]
+        if self.cache_bytes > self.memory:
+            raise MemoryError(f"{self.cache_bytes} bytes of cache, more than {self.memory}")
 
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         starts = [self.length(item.sequence) for item in batch]
@@ -122,11 +153,11 @@ class StubEngine(Engine):
     def _step_one(self, index: int, item: SequenceStep, accept: Accept) -> Acceptance | None:
         assert item.tokens, "a sequence needs at least one committed token"
         cache = self._cache(item.sequence)
-        cache.extend(item.tokens)
+        self._extend(item.sequence, item.tokens)
         if not item.needs_logits:
             return None
         committed = len(cache)
-        cache.extend(item.draft.ids)
+        self._extend(item.sequence, item.draft.ids)
         rows = [self.logits(tuple(cache[: committed + row])) for row in range(len(item.draft) + 1)]
         acceptance = accept(index, np.array(rows, np.float32))
         self.truncate(item.sequence, committed + acceptance.num_accepted_tokens)
@@ -149,6 +180,10 @@ class StubDrafter(Drafter):
         self.num_speculative_tokens = num_speculative_tokens
         self.calls: list[tuple] = []
         self.asked: list[tuple[int, int]] = []
+
+    def called(self, hook: str) -> list[int]:
+        """Request ids in the order of its calls."""
+        return [call[1] for call in self.calls if call[0] == hook]
 
     def start(self, request_id: int, context: Sequence[int]) -> None:
         self.calls.append(("start", request_id, tuple(context)))

@@ -217,5 +217,7 @@ PYBIND11_MODULE(_native, m) {
       .def("close", [](PyDecoder& d, int sequence) { d.cache().close(sequence); })
       .def("length", [](PyDecoder& d, int sequence) { return d.cache().length(sequence); })
       .def("truncate", [](PyDecoder& d, int sequence, int length) { d.cache().truncate(sequence, length); })
+      .def("growth", [](PyDecoder& d, int sequence, int count) { return d.cache().growth(sequence, count); })
+      .def("bytes_of", [](PyDecoder& d, int64_t positions) { return d.cache().bytes_of(positions); })
       .def_property_readonly("cache_bytes", [](PyDecoder& d) { return d.cache().bytes(); });
 }

@@ -57,6 +57,7 @@ def measure(runner: Runner, prompt_ids: list[int], sampling_params: SamplingPara
     """Decodes one prompt and times it."""
     before = runner.stats.snapshot()
     clock = DecodeClock()
+    runner.reset_prefix_cache()  # every run computes its prompt
     stream = runner.stream(prompt_ids, sampling_params, detokenize=False)
     token_ids = [token for output in clock.time(stream) for token in output.token_ids]
     used = runner.stats - before

@@ -96,6 +96,19 @@ class Engine(ABC):
     def truncate(self, sequence: int, length: int) -> None:
         """Rolls the cache back to `length` tokens. Raises ValueError when it holds fewer."""
 
+    @property
+    @abstractmethod
+    def cache_bytes(self) -> int:
+        """Bytes that the caches of all sequences hold, what forks share counted once."""
+
+    @abstractmethod
+    def growth(self, sequence: int, count: int) -> int:
+        """Bytes, at most, by which `count` more tokens of the sequence make `cache_bytes` grow."""
+
+    @abstractmethod
+    def bytes_of(self, num_tokens: int) -> int:
+        """Bytes that the cache of a sequence of so many tokens holds when it shares nothing."""
+
     @abstractmethod
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         """One pass over `batch`; afterwards each cache holds its committed and accepted tokens, nothing else.

@@ -97,8 +97,13 @@ class CpuEngine(Engine):
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values held by all sequences, shared pages counted once."""
         return self._decoder.cache_bytes
+
+    def growth(self, sequence: int, count: int) -> int:
+        return self._decoder.growth(sequence, count)
+
+    def bytes_of(self, num_tokens: int) -> int:
+        return self._decoder.bytes_of(num_tokens)
 
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         self.check(batch)

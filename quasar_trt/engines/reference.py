@@ -63,6 +63,12 @@ class KVCache:
         self.values[layer] = torch.cat([self.values[layer], values.to(self.values[layer].dtype)], dim=1)
         return self.keys[layer], self.values[layer]
 
+    @property
+    def storage(self) -> tuple[int, int]:
+        """Where the first layer's keys are, which says what is shared with copies, and their bytes."""
+        storage = self.keys[0].untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+
     def first(self, length: int) -> KVCache:
         """A cache of the first `length` tokens, sharing this one's tensors."""
         other = object.__new__(KVCache)
@@ -289,6 +295,22 @@ class ReferenceEngine(Engine):
         if not 0 <= length <= cache.length:
             raise ValueError(f"cannot truncate sequence {sequence} to {length} tokens; it holds {cache.length}")
         self._caches[sequence] = cache.first(length)
+
+    @property
+    def cache_bytes(self) -> int:
+        distinct = dict(cache.storage for cache in self._caches.values())
+        return sum(distinct.values()) * 2 * self.config.num_hidden_layers
+
+    def growth(self, sequence: int, count: int) -> int:
+        cache = self._cache(sequence)
+        where, held = cache.storage
+        shared = sum(other.storage[0] == where for other in self._caches.values()) > 1
+        grown = self.bytes_of(cache.length + count)  # the whole cache is written anew
+        return grown if shared else max(grown - held * 2 * self.config.num_hidden_layers, 0)
+
+    def bytes_of(self, num_tokens: int) -> int:
+        width = self.config.num_key_value_heads * self.config.head_size
+        return num_tokens * width * self._kv_dtype.itemsize * 2 * self.config.num_hidden_layers
 
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         self.check(batch)

@@ -13,6 +13,7 @@ import click
 import pytest
 
 from quasar_trt.cli import chat, generate
+from quasar_trt.errors import QuasarError
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
 
@@ -77,3 +78,17 @@ def test_defaults_of_the_model_are_used_and_shown(engine_dirs, tmp_path):
     assert "note: the model's own sampling parameters: temperature 0.1, max_tokens 5\n" in result.stderr
     shown = " ".join(run("info", directory).stdout.split())
     assert "sampling defaults temperature 0.1, top_k 3, max_tokens 5" in shown
+
+
+@pytest.mark.parametrize(("text", "expected"), [("1000", 1000), ("2K", 2048), ("1.5M", 1572864), ("3g", 3 * 2**30)])
+def test_memory_is_given_in_bytes_or_powers_of_1024(text, expected):
+    for command in (generate, chat):
+        option = next(option for option in command.params if option.name == "kv_cache_memory_bytes")
+        assert option.type.convert(text, option, None) == expected
+
+
+@pytest.mark.parametrize("text", ["much", "2T", "K", "1.5"])
+def test_other_memory_is_refused(text):
+    option = next(option for option in chat.params if option.name == "kv_cache_memory_bytes")
+    with pytest.raises(QuasarError, match=f"--kv-cache-memory-bytes is '{text}'; allowed: bytes, or a number with"):
+        option.type.convert(text, option, None)

@@ -35,11 +35,17 @@ def test_stream(engine_dirs):
     assert run("stream.py", engine_dirs["INT8"], "hello").strip()
 
 
+def test_many(engine_dirs):
+    lines = run("many.py", engine_dirs["INT8"], "hello", "one two").splitlines()
+    assert [line.partition(":")[0] for line in lines[:2]] == ["'hello'", "'one two'"]
+    assert lines[2].startswith("2 requests, first token after ")
+
+
 def test_same_tokens(engine_dirs):
     assert run("same_tokens.py", engine_dirs["INT8"]).endswith("the same tokens each time\n")
 
 
-@pytest.mark.parametrize("name", ["first.py", "stream.py", "same_tokens.py"])
+@pytest.mark.parametrize("name", ["first.py", "stream.py", "same_tokens.py", "many.py"])
 def test_without_arguments_an_example_tells_its_usage(name):
     result = subprocess.run([sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, check=False)
     assert result.returncode == 1
@@ -47,7 +53,7 @@ def test_without_arguments_an_example_tells_its_usage(name):
 
 
 def test_every_example_has_a_test():
-    tested = {"first.py", "stream.py", "same_tokens.py"}
+    tested = {"first.py", "stream.py", "same_tokens.py", "many.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 

@@ -101,7 +101,7 @@ def tracked() -> list[Path]:
 def test_the_test_extra_holds_nothing_that_is_not_used():
     names = {re.split("[>=]=", requirement)[0] for requirement in setup_arguments()["extras_require"]["test"]}
     assert names == {
-        *("gguf", "matplotlib", "protobuf", "pytest", "ruff", "sentencepiece"),
+        *("gguf", "hypothesis", "matplotlib", "protobuf", "pytest", "ruff", "sentencepiece"),
         *("tensorrt-cu13-bindings", "tensorrt-rtx", "triton"),
     }
 

@@ -68,8 +68,6 @@ def test_costs_of_passes_are_measured_once(engine_dir, monkeypatch, tmp_path):
     monkeypatch.setattr(ReferenceEngine, "step", lambda *args: passes.append(1) or step(*args))
     monkeypatch.setattr(step_cost, "measure", lambda *args: (measure(*args)[0], True))  # whatever else runs here
     open_runner(engine_dir, drafter=None)
-    assert not passes and not list(tmp_path.iterdir())
-    open_runner(engine_dir)
     assert passes and list(tmp_path.glob("quasar-trt/step-cost/*.json"))
     passes.clear()
     open_runner(engine_dir)

@@ -10,6 +10,7 @@ import pytest
 from stubs import SamplingDrafter, StubDrafter, StubEngine, perfect_rule, random_logits
 
 from quasar_trt.errors import QuasarError
+from quasar_trt.kv_budget import KvBudget
 from quasar_trt.request import Request
 from quasar_trt.runner import Runner
 from quasar_trt.sampling import Sampler
@@ -73,7 +74,7 @@ def test_request_that_finished_in_an_interrupted_pass_does_not_go_on():
                 raise RuntimeError("observe failed")
 
     engine = StubEngine(LOGITS, VOCAB)
-    scheduler = Scheduler(engine, Failing(lambda context, limit: []), max_batch_size=2, max_draft_len=8)
+    scheduler = Scheduler(engine, Failing(lambda context, limit: []), 2, 8, KvBudget(engine))
     requests = [request(0, max_tokens=1), request(1, max_tokens=4)]
     for each in requests:
         scheduler.submit(each)
@@ -104,7 +105,7 @@ def test_request_whose_sequence_cannot_be_opened_still_waits():
             return super().open()
 
     engine = Full(LOGITS, VOCAB)
-    scheduler = Scheduler(engine, None, max_batch_size=4, max_draft_len=0)
+    scheduler = Scheduler(engine, None, 4, 0, KvBudget(engine))
     requests = [request(0, 3), request(1, 4)]
     for each in requests:
         scheduler.submit(each)

@@ -1,5 +1,6 @@
 #include "kv_cache.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -44,7 +45,7 @@ void KvCache::truncate(int sequence, int length) {
     throw std::invalid_argument("cannot truncate sequence " + std::to_string(sequence) + " of " + std::to_string(s.length) +
                                 " cached tokens to " + std::to_string(length));
   s.length = length;
-  s.pages.resize(static_cast<size_t>((length + kPage - 1) / kPage));
+  s.pages.resize(static_cast<size_t>(pages_of(length)));
 }
 
 void KvCache::reserve(int sequence, int count) {
@@ -59,6 +60,13 @@ void KvCache::reserve(int sequence, int count) {
       s.pages[page] = std::move(copy);
     }
   }
+}
+
+int64_t KvCache::growth(int sequence, int count) const {
+  const Sequence& s = at(sequence);
+  int64_t pages = pages_of(s.length + count) - static_cast<int64_t>(s.pages.size());
+  if (count > 0 && s.length % kPage != 0 && s.pages[static_cast<size_t>(s.length / kPage)].use_count() > 1) ++pages;
+  return std::max<int64_t>(pages, 0) * pool_.page_bytes();
 }
 
 void KvCache::advance(int sequence, int count) { at(sequence).length += count; }

@@ -23,6 +23,10 @@ class KvCache {
   // Makes positions [length, length + count) writable; `advance` then counts them as cached.
   void reserve(int sequence, int count);
   void advance(int sequence, int count);
+  // Bytes that `reserve` would add: new pages, and the copy of a last page that is shared.
+  int64_t growth(int sequence, int count) const;
+  // Bytes of a sequence of so many positions that shares nothing.
+  int64_t bytes_of(int64_t positions) const { return pages_of(positions) * pool_.page_bytes(); }
   int64_t bytes() const { return pool_.bytes_in_use(); }
 
   // A page holds, for every layer and key/value head, keys at `keys_at` and values at `values_at` elements from its start,
@@ -38,6 +42,7 @@ class KvCache {
     int length = 0;
   };
 
+  static int64_t pages_of(int64_t positions) { return (positions + kPage - 1) / kPage; }
   Sequence& at(int sequence);
   const Sequence& at(int sequence) const;
 

@@ -15,6 +15,7 @@ class PagePool {
   // A zeroed, 64-byte aligned page that comes back with its last owner, who must not outlive the pool. Slabs go back to the
   // system when no page is in use.
   std::shared_ptr<uint16_t> take();
+  int64_t page_bytes() const { return page_bytes_; }
   int64_t bytes_in_use() const { return in_use_ * page_bytes_; }
 
  private:
