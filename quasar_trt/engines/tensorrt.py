@@ -32,8 +32,6 @@ class Session(Protocol):
 
     def clear(self, slot: int) -> None: ...
 
-    def copy(self, source: int, target: int, length: int) -> None: ...
-
 
 class TensorRTEngine(Engine):
     """See `Engine`. As many sequences are open at a time as the plan has slots."""
@@ -43,7 +41,12 @@ class TensorRTEngine(Engine):
         self.max_seq_len = sizes.limits.max_seq_len
         self.weight_bytes_per_step = weight_bytes_per_step
         self.capabilities = Capabilities(
-            max_rows=sizes.largest.wanted, accepts_inside=False, tree=False, hidden_states=False, fork=True, exact=False
+            max_rows=sizes.largest.wanted,
+            accepts_inside=False,
+            tree=False,
+            hidden_states=False,
+            fork=False,
+            exact=False,
         )
         self._session = session
         self._sizes = sizes
@@ -104,11 +107,9 @@ class TensorRTEngine(Engine):
         return handle
 
     def fork(self, sequence: int) -> int:
-        source = self._slot(sequence)
-        handle = self.open()
-        self._session.copy(source, self._slots[handle], int(self._lengths[source]))
-        self._lengths[self._slots[handle]] = self._lengths[source]
-        return handle
+        raise ValueError(
+            f"sequence {sequence} cannot be shared: this engine has a slot for each request of a pass, no more"
+        )
 
     def close(self, sequence: int) -> None:
         self._lengths[self._slot(sequence)] = 0
@@ -122,6 +123,17 @@ class TensorRTEngine(Engine):
         if not 0 <= length <= self._lengths[slot]:
             raise ValueError(f"cannot truncate sequence {sequence} to {length} tokens; it holds {self._lengths[slot]}")
         self._lengths[slot] = length
+
+    @property
+    def cache_bytes(self) -> int:
+        """0, as `growth` and `bytes_of`: all slots are allocated when the engine opens, sequences take no more."""
+        return 0
+
+    def growth(self, sequence: int, count: int) -> int:
+        return 0
+
+    def bytes_of(self, num_tokens: int) -> int:
+        return 0
 
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         self.check(batch)
