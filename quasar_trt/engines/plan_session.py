@@ -132,12 +132,6 @@ class PlanSession:
             for cache in self._caches.values():
                 cache[slot].zero_()
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """The first `length` tokens of one slot's cache into another's."""
-        with self._device.stream():
-            for cache in self._caches.values():
-                cache[target, :, :length] = cache[source, :, :length]
-
     def _bind(self, name: str, tensor: torch.Tensor) -> None:
         self._done(self._context.set_input_shape(name, tuple(tensor.shape)))
         self._done(self._context.set_tensor_address(name, tensor.data_ptr()))

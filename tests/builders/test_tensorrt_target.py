@@ -121,6 +121,8 @@ def test_wrong_targets_are_refused_before_the_model_is_read(model_dir, tmp_path,
     assert "sm is missing" in refusal(model_dir, tmp_path, sm=())
     assert "activations is 8; target 'tensorrt-rtx'" in refusal(model_dir, tmp_path, recipe=Recipe())
     assert "tp_size is 2; target 'tensorrt-rtx' allows 1" in refusal(model_dir, tmp_path, tp_size=2)
+    rescored = Recipe(activations=16, lm_head="rescored")
+    assert "lm_head is 'rescored'; target 'tensorrt-rtx' allows" in refusal(model_dir, tmp_path, recipe=rescored)
     assert "did you mean 'tensorrt-rtx'" in refusal(model_dir, tmp_path, target="tensorrt_rtx")
     assert "target 'cpu' has no use for it" in refusal(model_dir, tmp_path, target="cpu")
 

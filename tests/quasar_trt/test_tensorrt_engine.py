@@ -22,6 +22,7 @@ from quasar_trt.engines.tensorrt import TensorRTEngine
 from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Limits, Manifest
 from quasar_trt.plan import Plan
+from quasar_trt.prefix_cache import PrefixCache
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
 from quasar_trt.tensorfile import FileRecord
@@ -139,17 +140,6 @@ def test_rollback_leaves_nothing_behind(engine, reference):
             engine.truncate(0, length)
 
 
-def test_a_fork_goes_its_own_way(engine, reference):
-    for each in (engine, reference):
-        each.open()
-        steps(each, [entry(0, 9, seed=1)])
-        assert each.fork(0) == 1
-        steps(each, [entry(0, 1, seed=2)])
-    assert engine.length(1) == 9
-    batch = [entry(0, 1, 1, seed=3), entry(1, 1, 2, seed=4)]
-    assert_same_logits(steps(engine, batch), steps(reference, batch))
-
-
 def test_slots_are_used_again_and_handles_are_not(engine, reference):
     for each in (engine, reference):
         handles = [each.open() for _ in range(4)]
@@ -205,9 +195,26 @@ def test_drafted_generation_equals_plain_generation_of_the_reference_engine(trt,
     assert drafted.stats.num_accepted_tokens > 0
 
 
+def test_every_slot_is_used_again_where_prompts_begin_alike(trt, tmp_path, reference, monkeypatch):
+    monkeypatch.setattr(PrefixCache, "min_length", 4)
+    shared = random_ids(MODEL[0], 20)
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    runners = [Runner(each, max_batch_size=4, max_draft_len=3) for each in (open_double(trt, tmp_path), reference)]
+    for turn in range(3):
+        prompts = [[*shared, *random_ids(MODEL[0], 3, seed=10 * turn + i)] for i in range(4)]
+        found, expected = (runner.generate(prompts, params) for runner in runners)
+        assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+
+
+def test_the_runners_budget_of_host_memory_does_not_bound_a_plan(engine):
+    assert Runner(engine, max_batch_size=4, max_draft_len=3, kv_cache_memory_bytes=1).max_seq_len == 48
+    with pytest.raises(ValueError, match="cannot be shared"):
+        engine.fork(engine.open())
+
+
 def test_capabilities_are_those_of_the_plan(engine):
     assert engine.capabilities.max_rows == 16
-    assert not engine.capabilities.exact and not engine.capabilities.tree
+    assert not engine.capabilities.exact and not engine.capabilities.tree and not engine.capabilities.fork
     with pytest.raises(ValueError, match="17 rows; this engine allows 16"):
         engine.open()
         steps(engine, [entry(0, 17)])
