@@ -107,8 +107,9 @@ def build(model, output_dir, **options):
             raise QuasarError(f"quantize_lm_head means lm_head 'int8', but lm_head is '{options['lm_head']}'; give one")
         options["lm_head"] = "int8"
     values = {field.name: options.pop(field.name) for field in dataclasses.fields(Recipe)}
-    if values["quantization"] != "none" and values["activations"] is None:
-        values["activations"] = PLAN_TARGETS.get(options["target"])
+    if values["quantization"] != "none" and options["target"] in PLAN_TARGETS:
+        values["activations"] = values["activations"] or PLAN_TARGETS[options["target"]]
+        values["lm_head"] = values["lm_head"] or "bf16"
     recipe = Recipe(**values)
 
     from quasar_trt.builders.build import build as build_engine

@@ -35,7 +35,7 @@ class Recipe:
     activations: bits of the codes that a quantized linear reads; with 16 the weights alone carry an error worth the name.
     exclude: patterns (of fnmatch) of linears that stay in BF16, by checkpoint name, such as "transformer.layers.0.*".
     lm_head: "bf16"; "int8" per row, which reads activations of 16 bits; or "rescored": the INT8 head, whose RESCORED largest
-        logits of each row (of each rank's share; ties go to the lower id) are replaced by those of the BF16 head. None: "bf16".
+        logits of each row (of each rank's share; ties go to the lower id) are replaced by those of the BF16 head. None: "rescored".
 
     Raises QuasarError for a value that is not allowed, and for an option that "none" has no use for.
     """
@@ -74,7 +74,7 @@ class Recipe:
             "rotate": rotate,
             "rounding": self.rounding or ("gptq" if rotate else "nearest"),
             "activations": 8 if self.activations is None else self.activations,
-            "lm_head": self.lm_head or "bf16",
+            "lm_head": self.lm_head or "rescored",
         }
         for name, value in chosen.items():
             object.__setattr__(self, name, value)

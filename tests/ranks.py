@@ -17,7 +17,7 @@ from quasar_trt.rope import rope_tables
 SIZES = {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8, "intermediate_size": 96}
 RECIPES = {
     "bf16": Recipe("none"),
-    "textbook": Recipe(smoothquant=0.5),
+    "textbook": Recipe(smoothquant=0.5, lm_head="bf16"),
     "rotated": Recipe(),
     "16-bit": Recipe(rotate=False, activations=16),
     "mixed": Recipe(exclude=("transformer.layers.0.*", "*.attention.dense"), lm_head="int8"),

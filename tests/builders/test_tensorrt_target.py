@@ -39,12 +39,12 @@ def model_dir(tmp_path_factory):
 def engine_dir(model_dir, tmp_path_factory):
     directory = tmp_path_factory.mktemp("engines") / "rtx"
     limits = dataclasses.asdict(LIMITS)
-    build(str(model_dir), directory, Recipe(activations=16), target="tensorrt-rtx", sm=(80, 89), **QUICK, **limits)
+    build(str(model_dir), directory, Recipe(activations=16, lm_head="bf16"), target="tensorrt-rtx", sm=(80, 89), **QUICK, **limits)
     return directory
 
 
 def refusal(model_dir, tmp_path, **options) -> str:
-    recipe = options.pop("recipe", Recipe(activations=16))
+    recipe = options.pop("recipe", Recipe(activations=16, lm_head="bf16"))
     with pytest.raises(QuasarError) as error:
         build(str(model_dir), tmp_path / "out", recipe, **QUICK | {"target": "tensorrt-rtx", "sm": (80,)} | options)
     assert not (tmp_path / "out").exists()
@@ -60,7 +60,7 @@ def test_the_directory_holds_a_plan_for_each_gpu(engine_dir):
     assert manifest.limits == LIMITS
     assert set(manifest.files) == {"checkpoint/rank0.safetensors", "rank0.sm80.engine", "rank0.sm89.engine"}
     assert manifest.files["rank0.sm80.engine"] != manifest.files["rank0.sm89.engine"]
-    assert Checkpoint.open(engine_dir / "checkpoint").recipe == Recipe(activations=16)
+    assert Checkpoint.open(engine_dir / "checkpoint").recipe == Recipe(activations=16, lm_head="bf16")
 
 
 def test_info_tells_what_the_plans_are_for(engine_dir):
@@ -98,7 +98,7 @@ def test_a_plan_grows_by_the_bytes_of_its_int8_weights(tmp_path):
     sizes = {}
     for intermediate in (256, 16384):
         overrides = {"num_hidden_layers": 1, "intermediate_size": intermediate, "hidden_size": 240}
-        config, recipe, tensors = tiny_checkpoint(recipe=Recipe(activations=16), **overrides)
+        config, recipe, tensors = tiny_checkpoint(recipe=Recipe(activations=16, lm_head="bf16"), **overrides)
         directory = write_engine_dir(tmp_path / str(intermediate), config, recipe, tensors)
         _, files = compile_plans("tensorrt-rtx", config, recipe, LIMITS, [80], directory, lambda count: None)
         sizes[intermediate] = files["rank0.sm80.engine"].size, sum(tensor.nbytes for tensor in tensors.values())
@@ -119,7 +119,8 @@ def test_wrong_targets_are_refused_before_the_model_is_read(model_dir, tmp_path,
     monkeypatch.setattr(build_module, "open_source", lambda *args, **options: pytest.fail("the model was opened"))
     assert "sm is 90, 70; tensorrt-rtx 1.7.1.116 compiles for 75, 80, " in refusal(model_dir, tmp_path, sm=(90, 80, 70))
     assert "sm is missing" in refusal(model_dir, tmp_path, sm=())
-    assert "activations is 8; target 'tensorrt-rtx'" in refusal(model_dir, tmp_path, recipe=Recipe())
+    assert "lm_head is 'rescored'; target 'tensorrt-rtx'" in refusal(model_dir, tmp_path, recipe=Recipe())
+    assert "activations is 8; target 'tensorrt-rtx'" in refusal(model_dir, tmp_path, recipe=Recipe(lm_head="bf16"))
     assert "tp_size is 2; target 'tensorrt-rtx' allows 1" in refusal(model_dir, tmp_path, tp_size=2)
     rescored = Recipe(activations=16, lm_head="rescored")
     assert "lm_head is 'rescored'; target 'tensorrt-rtx' allows" in refusal(model_dir, tmp_path, recipe=rescored)
@@ -161,7 +162,7 @@ def tensorrt(monkeypatch):
 def test_target_tensorrt_compiles_plugins_for_its_own_gpu(model_dir, tmp_path, tensorrt, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     limits = dataclasses.asdict(LIMITS)
-    manifest = build(str(model_dir), tmp_path / "out", Recipe(), target="tensorrt", **QUICK, **limits)
+    manifest = build(str(model_dir), tmp_path / "out", Recipe(lm_head="bf16"), target="tensorrt", **QUICK, **limits)
     assert manifest.plan == Plan("tensorrt", "10.15.1", (90,), "plugin", 64)
     assert (tmp_path / "out" / "rank0.sm90.engine").read_bytes() == b"a plan"
     Manifest.open(tmp_path / "out").verify(tmp_path / "out")
@@ -189,7 +190,7 @@ def test_timings_are_kept_from_one_build_to_the_next(tmp_path, tensorrt, monkeyp
 
 
 def test_target_tensorrt_is_refused_where_it_cannot_compile(model_dir, tmp_path, tensorrt, monkeypatch):
-    options = {"target": "tensorrt", "recipe": Recipe()}
+    options = {"target": "tensorrt", "recipe": Recipe(lm_head="bf16")}
     assert "tp_size is 2; target 'tensorrt' allows 1" in refusal(model_dir, tmp_path, **options, tp_size=2)
     assert "sm is 80; target 'tensorrt' compiles for the machine's own GPU, a double, SM 90" in refusal(
         model_dir, tmp_path, **options

@@ -63,7 +63,7 @@ def shown_of(directory, recipe: Recipe) -> str:
     ("recipe", "text"),
     [
         (
-            Recipe(),
+            Recipe(lm_head="bf16"),
             "INT8 weights per output channel, rounding gptq, 8-bit activations per token, smoothing searched, rotated, "
             "BF16 head calibration",
         ),
@@ -73,7 +73,7 @@ def shown_of(directory, recipe: Recipe) -> str:
             "not rotated, INT8 head with 16-bit activations calibration",
         ),
         (
-            Recipe(rotate=False, exclude=("*.layers.0.*", "*.mlp.proj"), lm_head="rescored"),
+            Recipe(rotate=False, exclude=("*.layers.0.*", "*.mlp.proj")),
             "not rotated, INT8 head with 16-bit activations, best 64 rescored in BF16, BF16 where *.layers.0.* or *.mlp.proj calibration",
         ),
         (Recipe("none"), "BF16 weights, float activations calibration"),

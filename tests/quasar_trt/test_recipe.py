@@ -32,8 +32,8 @@ def test_smoothing_is_searched_unless_said_otherwise_and_absent_without_quantiza
 @pytest.mark.parametrize(
     ("recipe", "rotate", "rounding", "activations", "lm_head"),
     [
-        (Recipe(), True, "gptq", 8, "bf16"),
-        (Recipe(smoothquant=0.5), False, "nearest", 8, "bf16"),
+        (Recipe(), True, "gptq", 8, "rescored"),
+        (Recipe(smoothquant=0.5), False, "nearest", 8, "rescored"),
         (Recipe(rotate=False, activations=16, lm_head="int8"), False, "nearest", 16, "int8"),
         (Recipe("none"), None, None, None, None),
     ],
