@@ -32,8 +32,6 @@ class Session(Protocol):
 
     def clear(self, slot: int) -> None: ...
 
-    def copy(self, source: int, target: int, length: int) -> None: ...
-
 
 class TensorRTEngine(Engine):
     """See `Engine`. As many sequences are open at a time as the plan has slots."""
@@ -43,11 +41,13 @@ class TensorRTEngine(Engine):
         self.max_seq_len = sizes.limits.max_seq_len
         self.weight_bytes_per_step = weight_bytes_per_step
         self.capabilities = Capabilities(
-            max_rows=sizes.largest.wanted, accepts_inside=False, tree=False, hidden_states=False, fork=True, exact=False
+            max_rows=sizes.largest.wanted,
+            accepts_inside=False,
+            tree=False,
+            hidden_states=False,
+            fork=False,
+            exact=False,
         )
-        values = config.num_hidden_layers * config.num_key_value_heads * config.head_size * sizes.capacity
-        self.open_bytes = 2 * values * 2  # keys and values in BF16
-        self.cache_capacity = sizes.limits.max_batch_size * self.open_bytes
         self._session = session
         self._sizes = sizes
         self._lengths = np.zeros(sizes.limits.max_batch_size, np.int32)  # of slots; 0 for free ones
@@ -107,11 +107,9 @@ class TensorRTEngine(Engine):
         return handle
 
     def fork(self, sequence: int) -> int:
-        source = self._slot(sequence)
-        handle = self.open()
-        self._session.copy(source, self._slots[handle], int(self._lengths[source]))
-        self._lengths[self._slots[handle]] = self._lengths[source]
-        return handle
+        raise ValueError(
+            f"sequence {sequence} cannot be shared: this engine has a slot for each request of a pass, no more"
+        )
 
     def close(self, sequence: int) -> None:
         self._lengths[self._slot(sequence)] = 0
@@ -128,14 +126,14 @@ class TensorRTEngine(Engine):
 
     @property
     def cache_bytes(self) -> int:
-        return len(self._slots) * self.open_bytes
+        """0, as `growth` and `bytes_of`: all slots are allocated when the engine opens, sequences take no more."""
+        return 0
 
     def growth(self, sequence: int, count: int) -> int:
-        self._slot(sequence)
         return 0
 
     def bytes_of(self, num_tokens: int) -> int:
-        return self.open_bytes
+        return 0
 
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         self.check(batch)

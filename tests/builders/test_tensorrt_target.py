@@ -39,7 +39,15 @@ def model_dir(tmp_path_factory):
 def engine_dir(model_dir, tmp_path_factory):
     directory = tmp_path_factory.mktemp("engines") / "rtx"
     limits = dataclasses.asdict(LIMITS)
-    build(str(model_dir), directory, Recipe(activations=16, lm_head="bf16"), target="tensorrt-rtx", sm=(80, 89), **QUICK, **limits)
+    build(
+        str(model_dir),
+        directory,
+        Recipe(activations=16, lm_head="bf16"),
+        target="tensorrt-rtx",
+        sm=(80, 89),
+        **QUICK,
+        **limits,
+    )
     return directory
 
 
