@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quasar_trt import __version__
 from quasar_trt.builders import fidelity
-from quasar_trt.builders.calibrate import CALIB_MAX_SEQ_LENGTH, CALIB_SIZE, Calibration, calibration_texts
+from quasar_trt.builders.calibrate import CALIB_MAX_SEQ_LENGTH, CALIB_SIZE, Calibration, calibration_texts, read_dataset
 from quasar_trt.builders.convert import Converter
 from quasar_trt.builders.cpu_target import compile_cpu
 from quasar_trt.builders.engine_dir import appearing_whole, check_output
@@ -81,6 +81,8 @@ def build(
     whole_number("max_batch_size", max_batch_size)
     whole_number("max_draft_len", max_draft_len)
     check_output(output_dir, force)
+    if calib_dataset is not None:
+        read_dataset(Path(calib_dataset))
     source = open_source(
         str(model),
         check=lambda config: _check(config, recipe, tp_size, max_seq_len),
@@ -118,7 +120,7 @@ def _build(
 ) -> Manifest:
     """Fills `directory`, all but its fidelity.json where that is measured on request."""
     source.write_tokenizer(directory)
-    tokenizer = load_tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
+    tokenizer = _tokenizer(source, directory)
     measured = tp_size == 1  # one process runs one rank
     texts = calibration_texts(source, tokenizer, recipe, calibration, longest, directory.parent, stages, measured)
     converter = Converter(source)
@@ -161,6 +163,17 @@ def _check_target(target: str, recipe: Recipe, tp_size: int, sm: Sequence[int]) 
             f"sm is {', '.join(map(str, sm))}; target 'cpu' has no use for it: leave it out, or choose a target"
         )
     return ()
+
+
+def _tokenizer(source: Source, directory: Path):
+    """The tokenizer that was just written; None where the source has none."""
+    if not (directory / "tokenizer.json").is_file():
+        return None
+    try:
+        return load_tokenizer(directory)
+    except QuasarError as error:
+        why = str(error).replace(str(directory), source.path).removesuffix("; build the engine again")
+        raise QuasarError(f"{why}; get an intact copy of the model") from None
 
 
 def _check(config: ModelConfig, recipe: Recipe, tp_size: int, max_seq_len: int | None) -> None:

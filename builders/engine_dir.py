@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +13,11 @@ from quasar_trt.errors import QuasarError
 
 
 def check_output(output_dir: Path, force: bool) -> None:
-    """Refuses an existing output before any work is done; `--force` replaces engine directories only."""
+    """Refuses, before any work is done, an existing output (`--force` replaces engine directories only) and a place that cannot
+    be written to."""
+    parent = next(parent for parent in output_dir.absolute().parents if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise QuasarError(f"cannot write in {parent}; choose another output")
     if not output_dir.exists() and not output_dir.is_symlink():
         return
     if output_dir.is_symlink() or not output_dir.is_dir():

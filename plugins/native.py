@@ -19,7 +19,7 @@ except ImportError as error:
     _built = importlib.util.find_spec("quasar_trt.plugins._native") is not None
     _why = f"cannot be loaded ({error})" if _built else "was not built"
     UNAVAILABLE: str | None = (
-        f"the native extension {_why}; with a C++ compiler on the PATH, install again: pip install --force-reinstall --no-deps ."
+        f"the native extension {_why}; with a C++ compiler on the PATH, install again: pip install --force-reinstall --no-deps -e . (in the clone)"
     )
 else:
     UNAVAILABLE = None

@@ -90,7 +90,10 @@ class Chat:
 
 
 def converse(chat: Chat, console: Console) -> None:
-    """Reads lines until the end of the input or /exit."""
+    """Reads lines until the end of the input or /exit.
+
+    Raises QuasarError for a message that cannot be answered where nobody is there to send another one.
+    """
     with contextlib.suppress(ImportError):  # editing and history of the input line, where the platform has it
         import readline  # noqa: F401
     interactive = sys.stdin.isatty()
@@ -103,6 +106,8 @@ def converse(chat: Chat, console: Console) -> None:
             line = input("> " if interactive else "").strip()
         except EOFError:
             return
+        except UnicodeDecodeError as error:
+            raise QuasarError(f"standard input is not {error.encoding} text; give messages in that encoding") from None
         except KeyboardInterrupt:
             console.print()
             continue
@@ -116,4 +121,6 @@ def converse(chat: Chat, console: Console) -> None:
             try:
                 chat.answer(line)
             except QuasarError as error:
-                console.print(f"error: {error}", markup=False, highlight=False)
+                if not interactive:
+                    raise
+                console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)

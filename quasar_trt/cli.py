@@ -174,6 +174,9 @@ def chat(engine_dir, system, drafter, drafter_option, engine, threads, kv_cache_
 
     model = GenerationConfig.read(engine_dir).sampling
     runner = open_runner(engine_dir, drafter, drafter_option, engine, threads, kv_cache_memory_bytes)
+    if runner.tokenizer is None or not runner.tokenizer.chat_template:
+        missing = "tokenizer" if runner.tokenizer is None else "chat template"
+        raise QuasarError(f"{engine_dir} has no {missing}, which chat needs; quasar-trt generate continues plain prompts")
     note_defaults(model, sampling)
     console = Console()
     converse(Chat(runner, dataclasses.replace(CHAT, **model | sampling), system, console), console)
@@ -368,8 +371,9 @@ def info(engine_dir, verify, kernels):
 
 
 def main() -> None:
-    """The console script: a user's error is one line on stderr and exit code 1, Ctrl-C is exit code 130, SIGTERM 143."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that nothing half-written stays
+    """The console script: a user's error is one line on stderr and exit code 1, Ctrl-C is exit code 130, SIGTERM 143, SIGHUP 129."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as exceptions, so that nothing half-written stays
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         cli.main(sys.argv[1:] or ["--help"], prog_name="quasar-trt", standalone_mode=False)
     except QuasarError as error:

@@ -79,7 +79,7 @@ def show(measured: Mapping, console: Console, calibration: Mapping | None = None
     facts = (
         _figures(measured)
         if "kl" in measured
-        else {"not measured": "quasar-trt eval fidelity ENGINE_DIR does, with tp_size 1"}
+        else {"not measured": "quasar-trt eval fidelity ENGINE_DIR does, for engines of one rank"}
     )
     facts |= _smoothing(measured.get("groups", {}))
     if calibration and "clamped_channels" in calibration:

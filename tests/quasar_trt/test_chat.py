@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 
@@ -103,15 +104,40 @@ def test_question_that_cannot_be_answered_is_forgotten():
     assert chat.messages == []
 
 
+class Typed(io.StringIO):
+    """Lines that someone types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def test_lines_and_commands(monkeypatch):
     out = console(False)
     chat = Chat(answering(), PARAMS, None, out)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n\n/what\n/reset\nho\n" + "x" * 300 + "\n/exit\nnever\n"))
+    monkeypatch.setattr(sys, "stdin", Typed("hi\n\n/what\n/reset\nho\n" + "x" * 300 + "\n/exit\nnever\n"))
     converse(chat, out)
     assert [message["content"] for message in chat.messages] == ["ho", ANSWER]
     shown = out.file.getvalue()
     assert shown.count(ANSWER) == 2 and "unknown command '/what'; one of: /reset, /exit" in shown
     assert "error: the prompt has" in shown.replace("\n", " ")
+
+
+def test_a_message_that_cannot_be_answered_ends_a_piped_conversation(monkeypatch):
+    out = console(False)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 300 + "\nnever\n"))
+    with pytest.raises(QuasarError, match="the prompt has"):
+        converse(Chat(answering(), PARAMS, None, out), out)
+
+
+@pytest.mark.parametrize("missing", ["tokenizer", "chat template"])
+def test_an_engine_that_cannot_chat_is_refused_at_once(missing, engine_dirs, tmp_path):
+    directory = shutil.copytree(engine_dirs["BF16"], tmp_path / "engine")
+    for name in ("chat_template.jinja", *(["tokenizer.json"] if missing == "tokenizer" else [])):
+        (directory / name).unlink()
+    command = [sys.executable, "-m", "quasar_trt.cli", "chat", str(directory)]
+    result = subprocess.run(command, input=b"", capture_output=True)
+    assert (result.returncode, result.stdout) == (1, b"")
+    assert result.stderr.decode().startswith(f"error: {directory} has no {missing}, which chat needs")
 
 
 def test_conversation_of_the_command_line(engine_dirs):

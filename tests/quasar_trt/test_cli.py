@@ -301,7 +301,7 @@ def test_bench_prints_tables_and_saves_json_markdown_and_a_picture(engine_dirs, 
     assert_refused(quasar_trt("bench", *engines, "--prompts", prompts, "--output", missing), str(missing.parent))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_a_command_with_its_exit_code_and_without_traceback(engine_dirs, number, code):
     command = ["generate", str(engine_dirs["INT8"]), "--max-tokens", "400", "--ignore-eos", "hello", "-"]
     process = subprocess.Popen(
