@@ -17,15 +17,15 @@ from quasar_trt.recipe import Recipe
 
 RECIPES = {
     "float": Recipe("none"),
-    "weight only, rotated": Recipe(activations=16),
+    "weight only, rotated": Recipe(activations=16, lm_head="bf16"),
     "weight only, INT8 head, exclusions": Recipe(
         activations=16,
         rotate=False,
         lm_head="int8",
         exclude=("transformer.layers.0.mlp.*", "*.1.attention.dense"),
     ),
-    "plugin, rotated": Recipe(),
-    "plugin, 16-bit activations": Recipe(activations=16),
+    "plugin, rotated": Recipe(lm_head="bf16"),
+    "plugin, 16-bit activations": Recipe(activations=16, lm_head="bf16"),
     "plugin, INT8 head, exclusions": Recipe(
         rotate=False, lm_head="int8", exclude=("transformer.layers.1.*", "*.0.mlp.proj")
     ),
