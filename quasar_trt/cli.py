@@ -176,7 +176,9 @@ def chat(engine_dir, system, drafter, drafter_option, engine, threads, kv_cache_
     runner = open_runner(engine_dir, drafter, drafter_option, engine, threads, kv_cache_memory_bytes)
     if runner.tokenizer is None or not runner.tokenizer.chat_template:
         missing = "tokenizer" if runner.tokenizer is None else "chat template"
-        raise QuasarError(f"{engine_dir} has no {missing}, which chat needs; quasar-trt generate continues plain prompts")
+        raise QuasarError(
+            f"{engine_dir} has no {missing}, which chat needs; quasar-trt generate continues plain prompts"
+        )
     note_defaults(model, sampling)
     console = Console()
     converse(Chat(runner, dataclasses.replace(CHAT, **model | sampling), system, console), console)

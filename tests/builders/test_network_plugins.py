@@ -37,7 +37,9 @@ def plugin_layers(recipe):
     return list(layers.values())
 
 
-@pytest.mark.parametrize("recipe", [Recipe(lm_head="bf16"), Recipe(activations=16, lm_head="int8")], ids=["8 bits", "16 bits"])
+@pytest.mark.parametrize(
+    "recipe", [Recipe(lm_head="bf16"), Recipe(activations=16, lm_head="int8")], ids=["8 bits", "16 bits"]
+)
 def test_plugins_take_the_layers_of_the_network(recipe):
     layers = plugin_layers(recipe)
     assert {operation for operation, *_ in layers} == {
