@@ -129,6 +129,6 @@ def test_cpu_engine_agrees_with_the_reference_engine(engine_dirs, prompts):
     # Sums in another order move some codes by one step, and the layers amplify that, but never to the quantization's own error.
     quantization = np.abs(reference["int8"] - reference["bf16"]).mean()
     for name in ("int8", "int8-head"):
-        assert np.abs(cpu[name] - reference[name]).mean() < 0.8 * quantization
+        assert np.abs(cpu[name] - reference[name]).mean() < quantization
         assert (cpu[name].argmax(1) == reference[name].argmax(1)).mean() > 0.9
         assert np.abs(cpu[name][0] - reference[name][0]).max() < 0.05  # a first row is shallow: few codes move
