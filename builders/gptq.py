@@ -18,13 +18,13 @@ _DAMPING = 0.01  # of the mean diagonal, added to H: few inputs leave it singula
 _BLOCK = 64  # columns whose errors reach the columns before them in one product
 
 
-def quantize_gptq(weight: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """weight float32 [n, k], inputs float32 [rows, k] -> (codes int8 [n, k] in [-127, 127], scale float32 [1, n]).
+def quantize_gptq(weight: Tensor, factor: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """weight float32 [n, k], `input_factor` of its inputs -> (codes int8 [n, k] in [-127, 127], scale float32 [1, n]).
 
     The scales are those of `quantize_rows`.
     """
     scale = row_scales(weight)
-    order, factor = _factor(inputs)
+    order, lower = factor
     exact = weight.T[order].contiguous()  # [k, n]: a column's values side by side
     wanted = exact.clone()
     codes = torch.empty_like(exact, dtype=torch.int8)
@@ -36,15 +36,18 @@ def quantize_gptq(weight: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
             code = torch.round(block[j] / scale).clamp_(-127, 127)
             codes[start + j] = code
             error = torch.sub(exact[start + j], code * scale, out=errors[j])
-            block[:j].addr_(factor[start + j, start : start + j], error)
-        wanted[:start].addmm_(factor[start:stop, :start].T, errors[: stop - start])
+            block[:j].addr_(lower[start + j, start : start + j], error)
+        wanted[:start].addmm_(lower[start:stop, :start].T, errors[: stop - start])
     restored = torch.empty_like(codes)
     restored[order] = codes
     return restored.T.contiguous(), scale[None]
 
 
-def _factor(inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """(order of the columns, L with each column divided by its diagonal) of the damped H of `inputs`, so ordered."""
+def input_factor(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """What rounding needs to know of inputs float32 [rows, k], the same for every weight that reads them.
+
+    (order of the columns [k], L [k, k] with each column divided by its diagonal) of the damped H, so ordered.
+    """
     smallest = torch.finfo(torch.float32).tiny
     inputs = inputs / inputs.abs().amax().clamp_min(smallest)  # squares of large ones would leave float32
     moment = inputs.T @ inputs

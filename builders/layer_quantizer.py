@@ -4,13 +4,14 @@ every group of linears is smoothed and rounded for the input that it will really
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quasar_trt.architectures import hadamard_blocks
-from quasar_trt.builders.gptq import quantize_gptq
+from quasar_trt.builders.gptq import input_factor, quantize_gptq
 from quasar_trt.builders.hidden_states import HiddenStates
 from quasar_trt.builders.input_sizes import InputSizes
 from quasar_trt.builders.quantize import quantize_rows
@@ -91,10 +92,10 @@ class LayerQuantizer:
         else:
             stored, divisor = fold(self._layer[f"{group.norm}.weight"], divisor)
             self._finished |= {f"{group.norm}.weight": stored, f"{group.norm}.scale_to_int": torch.ones(1)}
-        inputs = ops.smooth(x, 1.0 / divisor, block)
+        rounded = self._rounding(x, divisor, block)
         for name, weight in weights.items():
             scaled = weight * divisor
-            codes, scale = self._round(ops.hadamard(scaled, block) if block else scaled, inputs)
+            codes, scale = rounded(ops.hadamard(scaled, block) if block else scaled)
             stored = {f"{name}.weight": codes, f"{name}.per_channel_scale": scale}
             self._finished |= stored
             self._layer |= stored | {f"{name}.smoother": divisor}
@@ -115,8 +116,9 @@ class LayerQuantizer:
             )
         return choice
 
-    def _round(self, weight: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def _rounding(self, x: Tensor, divisor: Tensor, block: int) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """What makes codes and scales of the weights of a group, which all read the same codes of x."""
         if self._recipe.rounding == "nearest":
-            return quantize_rows(weight)
-        q, scale = ops.QUANTIZE[self._recipe.activations](inputs)
-        return quantize_gptq(weight, q * scale[:, None])
+            return quantize_rows
+        q, scale = ops.smooth_quantize(x, 1.0 / divisor, block, self._recipe.activations)
+        return partial(quantize_gptq, factor=input_factor(q * scale[:, None]))
