@@ -17,6 +17,7 @@ from quasar_trt.builders.input_sizes import InputSizes
 from quasar_trt.builders.quantize import quantize_rows
 from quasar_trt.builders.search import Choice, Trial, search
 from quasar_trt.builders.smooth import Group, count_extremes, fold, layer_groups, smoother
+from quasar_trt.checkpoint import below_layer
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins import reference as ops
@@ -81,7 +82,7 @@ class LayerQuantizer:
         The norm before the group has already run and has not absorbed the smoother, so in the layer every linear divides by one.
         """
         weights = {name: self._layer[f"{name}.weight"].float() for name in group.linears}
-        block = self._blocks.get(group.name.split(".", 3)[-1], 0)
+        block = self._blocks.get(below_layer(group.name), 0)
         choice = self._choose(group, x, torch.cat(list(weights.values())), block)
         self.choices[group.name] = choice
         divisor = choice.smoother

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quasar_trt.architectures import architecture_of
-from quasar_trt.checkpoint import HEAD, checkpoint_spec
+from quasar_trt.checkpoint import HEAD, below_layer, checkpoint_spec
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import Recipe
 from quasar_trt.tensor_parallel import rank_config
@@ -70,7 +70,7 @@ def shard(name: str, tensor: Tensor, config: ModelConfig, tp_size: int, rank: in
         size = rank_config(config, tp_size).logits_size
         return _padded_part(tensor, dim, size, rank, filler=0 if kind == "weight" else 1)
     linears = {linear.name: linear for linear in architecture_of(config).linears}
-    linear = linears.get(stem.split(".", 3)[-1])
+    linear = linears.get(below_layer(stem))
     if linear is None:  # embedding and norms
         return tensor
     if linear.norm is None:

@@ -24,6 +24,11 @@ HEAD = "lm_head.weight"
 OWN_ARCHITECTURE = "QuasarForCausalLM"
 
 
+def below_layer(name: str) -> str:
+    """A checkpoint name without `LAYER_PREFIX`, as `Linear.name` has it; a name outside of the layers as it is."""
+    return name.split(".", 3)[-1]
+
+
 def _layer_linears(config: ModelConfig) -> list[tuple[str, Linear]]:
     """(checkpoint name without ".weight", linear) of every layer, in order."""
     prefixes = [LAYER_PREFIX.format(i=i) for i in range(config.num_hidden_layers)]

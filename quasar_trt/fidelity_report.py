@@ -10,6 +10,7 @@ from statistics import median
 
 from rich.console import Console
 
+from quasar_trt.checkpoint import below_layer
 from quasar_trt.errors import QuasarError
 from quasar_trt.tables import facts_table
 
@@ -105,7 +106,7 @@ def _smoothing(groups: Mapping[str, Mapping]) -> dict[str, str]:
     """Name of a kind of group below its layer -> the exponents and statistics chosen over the layers."""
     kinds: dict[str, list[Mapping]] = {}
     for name, group in groups.items():
-        kinds.setdefault(name.split(".", 3)[-1], []).append(group)
+        kinds.setdefault(below_layer(name), []).append(group)
     facts = {}
     for kind, members in kinds.items():
         smoothed = [group for group in members if group["alpha"] is not None]

@@ -13,8 +13,9 @@ import numpy as np
 
 from quasar_trt.architectures import hadamard_blocks
 from quasar_trt.builders.network.writer import NetworkWriter
-from quasar_trt.checkpoint import FINAL_NORM, HEAD
+from quasar_trt.checkpoint import FINAL_NORM, HEAD, below_layer
 from quasar_trt.model_config import ModelConfig
+from quasar_trt.plugins.reference import hadamard_matrix
 from quasar_trt.recipe import Recipe
 
 _FINAL_NORM, _HEAD = (name.removesuffix(".weight") for name in (FINAL_NORM, HEAD))
@@ -93,15 +94,12 @@ class WeightOnly:
 
     def _block(self, linear: str) -> int:
         """Columns of the Hadamard blocks before a linear, 0 for none."""
-        return self.blocks.get(linear.split(".", 3)[-1], 0)
+        return self.blocks.get(below_layer(linear), 0)
 
     def _hadamard(self, x, columns: int, block: int):
         """Each block of columns times the Hadamard matrix of ones."""
         writer = self.writer
-        signs = np.ones((1, 1), np.float32)
-        while len(signs) < block:
-            signs = np.block([[signs, signs], [signs, -signs]])
-        matrix = writer.cast(writer.constant(signs), self.dtype)
+        matrix = writer.cast(writer.constant(hadamard_matrix(block).sign().numpy()), self.dtype)
         blocks = writer.reshape(x, (-1, block))
         return writer.reshape(writer.multiply_matrices(blocks, matrix), (-1, columns))
 

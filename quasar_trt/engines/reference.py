@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quasar_trt.architectures import architecture_of, hadamard_blocks
-from quasar_trt.checkpoint import LAYER_PREFIX, Checkpoint
+from quasar_trt.checkpoint import LAYER_PREFIX, Checkpoint, below_layer
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.manifest import Manifest
 from quasar_trt.model_config import ModelConfig
@@ -184,7 +184,7 @@ class ReferenceModel:
         if smoother is None:
             q, scale = ops.QUANTIZE[bits](x)
         else:
-            q, scale = ops.smooth_quantize(x, 1.0 / smoother, self._blocks.get(name.split(".", 3)[-1], 0), bits)
+            q, scale = ops.smooth_quantize(x, 1.0 / smoother, self._blocks.get(below_layer(name), 0), bits)
         return ops.LINEAR[bits](q, scale, weight, self.tensors[f"{name}.per_channel_scale"], bias).to(self.dtype)
 
     def rotations(self, batch: Batch) -> tuple[Tensor, Tensor]:
