@@ -29,7 +29,7 @@ from quasar_trt.plan import PLAN_TARGETS
 from quasar_trt.recipe import Recipe
 from quasar_trt.rope import longest_sequence, rope_type
 from quasar_trt.tensor_parallel import rank_config
-from quasar_trt.tensorfile import FileRecord
+from quasar_trt.tensorfile import FileRecord, total_bytes
 from quasar_trt.tokenizer import load_tokenizer
 
 
@@ -204,7 +204,7 @@ def _compile(
 ) -> dict[str, FileRecord]:
     """Packs each rank's checkpoint for the CPU."""
     of_rank = rank_config(config, tp_size)
-    advance = stages.stage("Packing", tp_size * sum(spec.nbytes for spec in packed_spec(of_rank, recipe).values()))
+    advance = stages.stage("Packing", tp_size * total_bytes(packed_spec(of_rank, recipe).values()))
     return {
         f"rank{rank}.engine": compile_cpu(
             of_rank,

@@ -16,6 +16,7 @@ from quasar_trt.checkpoint import checkpoint_spec
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import Recipe
+from quasar_trt.tensorfile import total_bytes
 from quasar_trt.tokenizer import check_ids, encode
 
 CALIB_SIZE, CALIB_MAX_SEQ_LENGTH = 16, 256
@@ -51,7 +52,7 @@ class Texts:
 
 def writes_itself(config: ModelConfig) -> bool:
     """Whether the model is small enough to write its own texts."""
-    return sum(spec.nbytes for spec in checkpoint_spec(config, Recipe("none")).values()) <= _WRITES_ITSELF
+    return total_bytes(checkpoint_spec(config, Recipe("none")).values()) <= _WRITES_ITSELF
 
 
 def calibration_texts(

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from quasar_trt.architectures import architecture_of
 from quasar_trt.builders.calibrate import writes_itself
-from quasar_trt.checkpoint import EMBEDDING, HEAD, checkpoint_spec
+from quasar_trt.checkpoint import EMBEDDING, HEAD, LAYER_PREFIX, checkpoint_spec
 from quasar_trt.engines.cpu_layout import packed_spec
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import Recipe
 from quasar_trt.tensor_parallel import rank_config
+from quasar_trt.tensorfile import total_bytes
 
 _PROGRAM = 600_000_000  # Python with its packages
 _COMPILER_COPIES = 3  # of the weights, that TensorRT makes while it compiles
@@ -43,7 +44,7 @@ def estimate(config: ModelConfig, recipe: Recipe, tp_size: int, tokens: int, pla
     """
     of_rank = rank_config(config, tp_size)
     unquantized = checkpoint_spec(config, Recipe("none"))
-    layers = sum(spec.nbytes for name, spec in unquantized.items() if name.startswith("transformer.layers.0."))
+    layers = total_bytes(spec for name, spec in unquantized.items() if name.startswith(LAYER_PREFIX.format(i=0)))
     vocabulary = unquantized[EMBEDDING].nbytes + unquantized[HEAD].nbytes * (3 if recipe.lm_head == "int8" else 1)
     layer = 2 * layers
     if recipe.quantized:
@@ -52,13 +53,13 @@ def estimate(config: ModelConfig, recipe: Recipe, tp_size: int, tokens: int, pla
         weight = max(4 * linear.in_features(config) * linear.out_features(config) for linear in linears)
         moments = 3 * 4 * columns**2 if recipe.rounding == "gptq" else 0
         layer += 3 * weight + moments + 6 * 4 * tokens * config.intermediate_size
-    checkpoint = tp_size * sum(spec.nbytes for spec in checkpoint_spec(of_rank, recipe).values())
-    packed = tp_size * sum(spec.nbytes for spec in packed_spec(of_rank, recipe).values())
+    checkpoint = tp_size * total_bytes(checkpoint_spec(of_rank, recipe).values())
+    packed = tp_size * total_bytes(packed_spec(of_rank, recipe).values())
     compiling = _COMPILER_COPIES * checkpoint if plans else 0
     return Estimate(
         checkpoint=checkpoint,
         engine=plans * checkpoint if plans else packed,
-        scratch=sum(spec.nbytes for spec in packed_spec(config, Recipe("none")).values())
+        scratch=total_bytes(packed_spec(config, Recipe("none")).values())
         if writes_itself(config) and (recipe.quantized or tp_size == 1)
         else 0,
         memory=_PROGRAM + max(layer, vocabulary, compiling),

@@ -12,7 +12,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,11 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
+
+
+def total_bytes(specs: Iterable[TensorSpec]) -> int:
+    """Bytes of all these tensors together."""
+    return sum(spec.nbytes for spec in specs)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from quasar_trt.builders.source import source_shapes
 from quasar_trt.builders.tokenizer_files import write_generation_config, write_json, write_tokenizer_config
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig
-from quasar_trt.tensorfile import TensorSpec, TensorWriter
+from quasar_trt.tensorfile import TensorSpec, TensorWriter, total_bytes
 
 SHARD_BYTES = 5_000_000_000
 _BLOCK = 8_388_593
@@ -185,7 +185,7 @@ def _write_shards(directory: Path, config: ModelConfig, seed: int, shard_bytes: 
         weight_map |= dict.fromkeys(shard, file)
         print(f"{file}: {len(shard)} tensors, {writer.record.size / 1e9:.2f} GB", flush=True)
     if len(shards) > 1:
-        total = sum(spec.nbytes for spec in specs.values())
+        total = total_bytes(specs.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(directory / "model.safetensors.index.json", index)
 
