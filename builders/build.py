@@ -81,8 +81,7 @@ def build(
     whole_number("max_batch_size", max_batch_size)
     whole_number("max_draft_len", max_draft_len)
     check_output(output_dir, force)
-    if calib_dataset is not None:
-        read_dataset(Path(calib_dataset))
+    texts = [] if calib_dataset is None else read_dataset(Path(calib_dataset))
     source = open_source(
         str(model),
         check=lambda config: _check(config, recipe, tp_size, max_seq_len),
@@ -90,7 +89,7 @@ def build(
     )
     longest = _longest(source.config, max_seq_len)
     limits = Limits(max_batch_size, max_seq_len or longest, max_draft_len)
-    calibration = Calibration(calib_dataset, calib_size, min(calib_max_seq_length, longest), seed)
+    calibration = Calibration(calib_dataset, texts, calib_size, min(calib_max_seq_length, longest), seed)
     needs = estimate(source.config, recipe, tp_size, calib_size * calibration.length, len(sm))
     with Stages(progress and not dry_run) as stages:
         if progress or dry_run:

@@ -32,9 +32,11 @@ _FIELDS = ("text", "prompt", "turns")
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the user asks for: a file or None, how many samples, tokens of each, the seed of what the model writes itself."""
+    """What the user asks for: a file or None and the texts that it has, how many samples, tokens of each, the seed of what the model
+    writes itself."""
 
     dataset: Path | None
+    texts: list[str]
     size: int
     length: int
     seed: int
@@ -77,7 +79,9 @@ def calibration_texts(
             raise QuasarError(
                 f"calib_dataset {wanted.dataset} needs a tokenizer, and {source.path} has none; leave it out"
             )
-        given = dataset_ids(Path(wanted.dataset), tokenizer, source.config.vocab_size, wanted.size, wanted.length)
+        given = dataset_ids(
+            wanted.dataset, wanted.texts, tokenizer, source.config.vocab_size, wanted.size, wanted.length
+        )
         origin = str(wanted.dataset)
         if len(given) < wanted.size:
             source.notices.append(
@@ -107,7 +111,10 @@ def _own_text(vocab_size: int, tokenizer, wanted: Calibration) -> tuple[list[lis
     if tokenizer is None:
         random = np.random.default_rng(wanted.seed)
         return random.integers(vocab_size, size=(wanted.size, wanted.length)).tolist(), "random ids"
-    return dataset_ids(_OWN_TEXT, tokenizer, vocab_size, wanted.size, wanted.length), "text of the package"
+    return (
+        dataset_ids(_OWN_TEXT, read_dataset(_OWN_TEXT), tokenizer, vocab_size, wanted.size, wanted.length),
+        "text of the package",
+    )
 
 
 def read_dataset(path: Path) -> list[str]:
@@ -143,12 +150,12 @@ def _row_text(path: Path, number: int, line: str) -> str:
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def dataset_ids(path: Path, tokenizer, vocab_size: int, count: int, length: int) -> list[list[int]]:
-    """The first `count` texts of the file as token ids, each cut to `length`; fewer when the file has fewer.
+def dataset_ids(path: Path, texts: list[str], tokenizer, vocab_size: int, count: int, length: int) -> list[list[int]]:
+    """The first `count` of the file's texts as token ids, each cut to `length`; fewer when there are fewer.
 
-    Raises as `read_dataset`, when all of these texts encode to nothing, and for an id outside of the vocabulary.
+    Raises QuasarError naming the file when all of these texts encode to nothing, and for an id outside of the vocabulary.
     """
-    samples = [encode(tokenizer, text)[:length] for text in read_dataset(path)[:count]]
+    samples = [encode(tokenizer, text)[:length] for text in texts[:count]]
     samples = [ids for ids in samples if ids]
     if not samples:
         raise QuasarError(

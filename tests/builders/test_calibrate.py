@@ -51,10 +51,14 @@ def test_unusable_files_are_named(tmp_path, name, content, words):
         assert word in str(error.value)
 
 
+def ids_of(path, *limits) -> list[list[int]]:
+    return dataset_ids(path, read_dataset(path), *limits)
+
+
 def test_over_long_texts_are_cut_and_only_the_first_are_used(tmp_path):
     save_tokenizer(tmp_path)
     (tmp_path / "a.txt").write_text("abcdef\nxy\nmore\n")
-    ids = dataset_ids(tmp_path / "a.txt", load_tokenizer(tmp_path), 257, 2, 4)
+    ids = ids_of(tmp_path / "a.txt", load_tokenizer(tmp_path), 257, 2, 4)
     assert [len(text) for text in ids] == [4, 2]
 
 
@@ -63,6 +67,6 @@ def test_a_token_outside_of_the_vocabulary_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("ab\n")
     tokenizer = load_tokenizer(tmp_path)
     largest = max(tokenizer("ab")["input_ids"])
-    assert dataset_ids(tmp_path / "a.txt", tokenizer, largest + 1, 1, 8) == [tokenizer("ab")["input_ids"]]
+    assert ids_of(tmp_path / "a.txt", tokenizer, largest + 1, 1, 8) == [tokenizer("ab")["input_ids"]]
     with pytest.raises(QuasarError, match=f"a.txt has token id {largest}; allowed: 0 to {largest - 1}"):
-        dataset_ids(tmp_path / "a.txt", tokenizer, largest, 1, 8)
+        ids_of(tmp_path / "a.txt", tokenizer, largest, 1, 8)
