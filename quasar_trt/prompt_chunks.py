@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from quasar_trt.step_cost import StepCost
+from quasar_trt.step_cost import StepCost, bounded_deviation
 
 _UNNOTICED = 0.05  # seconds that a reader of a stream does not notice
 
@@ -52,14 +52,12 @@ class PromptChunks:
         num_others = num_rows - num_prompt_rows
         others = self._scale * self._cost.seconds(num_others) if num_others else 0.0
         if not num_prompt_rows:
-            self._scale *= math.exp(_RATE * _deviation(seconds, others))
+            self._scale *= math.exp(_RATE * bounded_deviation(seconds, others, _LARGEST_DEVIATION))
             self._num_mixed = 0
             return
         per_row = (seconds - others) / num_prompt_rows
         weight = min(1.0, num_prompt_rows / _ROWS)
-        self._row_seconds *= math.exp(_RATE * weight * _deviation(per_row, self._row_seconds))
+        self._row_seconds *= math.exp(
+            _RATE * weight * bounded_deviation(per_row, self._row_seconds, _LARGEST_DEVIATION)
+        )
         self._num_mixed += num_others > 0
-
-
-def _deviation(found: float, expected: float) -> float:
-    return max(-_LARGEST_DEVIATION, min(_LARGEST_DEVIATION, math.log(max(found, 1e-9) / expected)))

@@ -56,8 +56,7 @@ class StepCost:
         """A pass of so many rows took so long; passes of more rows than were measured teach nothing."""
         if rows >= len(self._seconds) or seconds <= 0:
             return
-        deviation = math.log(seconds / self.seconds(rows))
-        deviation = max(-_LARGEST_DEVIATION, min(_LARGEST_DEVIATION, deviation))
+        deviation = bounded_deviation(seconds, self.seconds(rows), _LARGEST_DEVIATION)
         self._level *= math.exp(_LEVEL_RATE * deviation)
         self._seconds[rows] *= math.exp(_ENTRY_RATE * deviation)
 
@@ -75,6 +74,11 @@ class StepCost:
             if steady:
                 write_cache(path, json.dumps(measured).encode())
         return cls(measured)
+
+
+def bounded_deviation(found: float, expected: float, largest: float) -> float:
+    """log(found / expected), held within -largest and largest; nothing found counts as a nanosecond."""
+    return max(-largest, min(largest, math.log(max(found, 1e-9) / expected)))
 
 
 def measure(engine: Engine, max_draft_len: int) -> tuple[dict[int, float], bool]:
