@@ -135,7 +135,7 @@ class Request:
     def step(self, chunk: Sequence[int], draft: Draft) -> SequenceStep:
         """The request's part of a pass. A prompt that is scored comes in as a draft, so that all of its rows come back."""
         if self._is_scoring:
-            return SequenceStep(self.sequence, chunk[:1], Draft((*chunk[1:], *draft.ids)))
+            return SequenceStep(self.sequence, chunk[:1], draft.after(chunk[1:]))
         return SequenceStep(self.sequence, chunk, draft, needs_logits=self.reaches_end(chunk))
 
     def accept(self, logits: np.ndarray, chunk: Sequence[int], draft: Draft) -> Acceptance:
@@ -154,9 +154,9 @@ class Request:
             self.end(ERROR, str(error))
             return Acceptance((), 0)
         if (count := self.params.logprobs) is not None:
-            rows = zip(logits[first:], acceptance.emitted, strict=False)
-            self._new_logprobs = [token_logprobs(row, token, count) for row, token in rows]
-        return Acceptance(acceptance.emitted, first + acceptance.num_accepted_tokens)
+            rows = zip(acceptance.rows, acceptance.emitted, strict=False)
+            self._new_logprobs = [token_logprobs(logits[first + row], token, count) for row, token in rows]
+        return acceptance.after(first)
 
     def advance(self, chunk: Sequence[int]) -> None:
         """The cache holds a chunk of the prompt that is not its last."""

@@ -24,10 +24,12 @@ from quasar_trt.errors import QuasarError
 from quasar_trt.logits_processors import LogitsProcessors
 from quasar_trt.sampling_params import SamplingParams
 
-# Streams of noise at one position: they are independent of each other.
+# Streams of noise at one position, for the first of several siblings: they are independent of each other.
 SAMPLE = 0  # the uniform that picks a token (of p, or of the residual after a rejection)
 ACCEPT = 1  # the uniform of the ratio test
 DRAFT = 2  # the uniform by which a drafter with probabilities draws its token from q
+
+_NUM_STREAMS = 3
 
 _KEY = struct.Struct("<qqqq")
 _BLOCK = 256  # weights per partial sum of the inverse CDF
@@ -40,6 +42,11 @@ def uniform(seed: int, sample: int, position: int, stream: int) -> float:
     """A number in [0, 1) with 53 random bits, keyed by four 64-bit integers."""
     digest = hashlib.blake2b(_KEY.pack(seed, sample, position, stream), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def of_sibling(stream: int, number: int) -> int:
+    """The stream of that kind for one of several siblings of a tree, the first of which is number 0."""
+    return stream + _NUM_STREAMS * number
 
 
 class Target:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -56,15 +57,27 @@ class Acceptance:
     """What was accepted of one draft.
 
     emitted: the accepted draft ids, then one recovered or bonus id (absent only when the request finished before it).
-    num_accepted_tokens: how many draft tokens were kept; their cache rows stay, later ones are rolled back.
+    num_accepted_tokens: how many draft tokens were kept; their cache rows stay, the others are rolled back.
+    path: of a tree, the indices of the kept draft tokens, each the parent of the next; of a chain None, the first are kept.
     """
 
     emitted: tuple[int, ...]
     num_accepted_tokens: int
+    path: tuple[int, ...] | None = None
+
+    @property
+    def rows(self) -> range | tuple[int, ...]:
+        """The rows of logits that the emitted ids came from, in their order."""
+        return range(len(self.emitted)) if self.path is None else (0, *[index + 1 for index in self.path])
+
+    def after(self, count: int) -> Acceptance:
+        """The same where `count` kept draft tokens come before the draft (see `Draft.after`)."""
+        path = None if self.path is None else (*range(count), *[count + index for index in self.path])
+        return Acceptance(self.emitted, count + self.num_accepted_tokens, path)
 
 
 # (index in the batch, logits [1 + draft tokens, vocab] float32, valid only during the call) -> Acceptance.
-# Row 0 belongs to the last committed token, row i to draft token i - 1.
+# Row 0 belongs to the last committed token, row i to draft token i - 1, whose own path alone it sees.
 Accept = Callable[[int, np.ndarray], Acceptance]
 
 
@@ -120,15 +133,18 @@ class Engine(ABC):
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         """One pass over `batch`; afterwards each cache holds its committed and accepted tokens, nothing else.
 
+        A tree's tokens take places in the pass and in `max_seq_len` as those of a chain do; what a row sees, and its position
+        for RoPE, are those of its path alone.
+
         Returns one Acceptance per entry (None where needs_logits is False). Raises what `check` raises, and ValueError when
-        `accept` keeps more draft tokens than there were. Whatever is raised, by `accept` too, every sequence is then as it
-        was before.
+        `accept` keeps what is no beginning of a chain or no path of a tree. Whatever is raised, by `accept` too, every
+        sequence is then as it was before.
         """
 
     def check(self, batch: Sequence[SequenceStep]) -> None:
         """Raises ValueError for a pass that this engine cannot run: more rows than `capabilities.max_rows`, a sequence
-        longer than `max_seq_len` or named twice, no committed token, drafts without logits, a branching draft where
-        drafts are chains, an id outside of the vocabulary."""
+        longer than `max_seq_len` or named twice, no committed token, drafts without logits, parents that are no tree, or
+        no chain where drafts are chains, an id outside of the vocabulary."""
         rows = sum(len(entry.tokens) + len(entry.draft.ids) for entry in batch)
         if rows > self.capabilities.max_rows:
             raise ValueError(f"the pass has {rows} rows; this engine allows {self.capabilities.max_rows}")
@@ -140,9 +156,14 @@ class Engine(ABC):
                 raise ValueError(f"sequence {entry.sequence} brings no committed token")
             if drafted and not entry.needs_logits:
                 raise ValueError(f"sequence {entry.sequence} brings draft tokens but needs no logits")
-            parents = entry.draft.parents
-            if parents is not None and not self.capabilities.tree and list(parents) != list(range(-1, drafted - 1)):
-                raise ValueError(f"draft parents {parents} are no chain; this engine verifies chains only")
+            if entry.draft.is_tree:
+                parents = entry.draft.parents
+                if not self.capabilities.tree:
+                    raise ValueError(f"draft parents {parents} are no chain; this engine verifies chains only")
+                if len(parents) != drafted or any(not -1 <= parent < i for i, parent in enumerate(parents)):
+                    raise ValueError(
+                        f"draft parents {parents} are no tree of {drafted} tokens, parents before children"
+                    )
             length = self.length(entry.sequence) + len(entry.tokens) + drafted
             if length > self.max_seq_len:
                 raise ValueError(f"sequence {entry.sequence} would hold {length} tokens; allowed: {self.max_seq_len}")
@@ -153,7 +174,13 @@ class Engine(ABC):
 
 
 def checked_acceptance(acceptance: Acceptance, draft: Draft) -> Acceptance:
-    """Raises ValueError when it keeps more draft tokens than there are."""
-    if not 0 <= acceptance.num_accepted_tokens <= len(draft.ids):
-        raise ValueError(f"{acceptance.num_accepted_tokens} accepted tokens of {len(draft.ids)} draft tokens")
+    """Raises ValueError when it keeps more draft tokens than there are, or of a tree another number than its path has, or
+    a path that is none."""
+    count, path = acceptance.num_accepted_tokens, acceptance.path or ()
+    if not 0 <= count <= len(draft.ids):
+        raise ValueError(f"{count} accepted tokens of {len(draft.ids)} draft tokens")
+    if draft.is_tree:
+        is_path = all(index in draft.children(before) for before, index in pairwise((-1, *path)))
+        if len(path) != count or not is_path:
+            raise ValueError(f"{path} is no path of {count} accepted tokens; the draft's parents are {draft.parents}")
     return acceptance

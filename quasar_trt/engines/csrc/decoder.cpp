@@ -36,7 +36,7 @@ Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, int threads,
   prepare(normed_, weights_.head);
   const int widest = std::max({normed_.stride, attended_.stride, gated_.stride});
   for (auto& scratch : scratch_) {
-    scratch.floats.resize(std::max(widest, kMaxQueries * (kChunk + shape.head)));
+    scratch.floats.resize(std::max(widest, attention_scratch(shape.head)));
     if (!weights_.head_rows) continue;
     scratch.head_block.resize(padded(shape.hidden, 2) * kBlock);
     scratch.best.reserve(best_logits_room(shape.rescored));
@@ -51,6 +51,10 @@ void Decoder::check(const std::vector<Part>& parts, const int32_t* tokens, int& 
       throw std::invalid_argument("sequence " + std::to_string(part.sequence) + " would hold " + std::to_string(after) +
                                   " tokens; the engine holds " + std::to_string(shape_.max_seq_len));
     rows += part.rows;
+    const int nodes = static_cast<int>(part.parents.size());
+    bool tree = nodes < part.rows;
+    for (int i = 0; i < nodes; ++i) tree &= part.parents[static_cast<size_t>(i)] >= -1 && part.parents[static_cast<size_t>(i)] < i;
+    if (!tree) throw std::invalid_argument("the parents of sequence " + std::to_string(part.sequence) + " are no tree of its rows");
   }
   if (rows > shape_.max_rows)
     throw std::invalid_argument("the pass would hold " + std::to_string(rows) + " rows; the engine holds " +
@@ -68,6 +72,7 @@ std::shared_ptr<const float> Decoder::step(const std::vector<Part>& parts, const
   tokens_ = tokens;
   first_row_.clear();
   rows_.clear();
+  tree_slots_.clear();
   logit_rows_.clear();
   attention_parts_.clear();
   pages_.resize(parts.size());
@@ -84,7 +89,7 @@ std::shared_ptr<const float> Decoder::step(const std::vector<Part>& parts, const
     attention_parts_.push_back({part.rows, length});
     for (int i = 0; i < part.rows; ++i) {
       if (i >= part.rows - part.logit_rows) logit_rows_.push_back(static_cast<int>(rows_.size()));
-      rows_.push_back({p, length + i});
+      rows_.push_back(row_of(p, length, i));
     }
   }
   plan_attention(attention_parts_, shape_.kv_heads, shape_.heads / shape_.kv_heads, attention_pieces_);
@@ -106,6 +111,22 @@ std::shared_ptr<const float> Decoder::step(const std::vector<Part>& parts, const
   pool_.run([this](int thread) { forward(thread); });
   for (const Part& part : parts_) cache_.advance(part.sequence, part.rows);
   return std::shared_ptr<const float>(logits_, logits_->get());
+}
+
+// Row i of a part whose sequence has `length` positions in the cache; the rows before it are there.
+Decoder::Row Decoder::row_of(int p, int length, int i) {
+  const Part& part = parts_[static_cast<size_t>(p)];
+  const int root = part.rows - static_cast<int>(part.parents.size());  // rows before the tree
+  if (i < root) return {p, length + i, length + i, length + i + 1, 0};
+  const int parent = part.parents[static_cast<size_t>(i - root)], slots = static_cast<int>(tree_slots_.size());
+  Row row{p, length + root, length + i, length + root, slots};
+  if (parent >= 0) {
+    const Row& above = rows_[static_cast<size_t>(first_row_.back() + root + parent)];
+    row.position = above.position + 1;
+    for (int d = 0; d < row.position - row.ordered; ++d) tree_slots_.push_back(tree_slots_[static_cast<size_t>(above.slots + d)]);
+  }
+  tree_slots_.push_back(row.slot);
+  return row;
 }
 
 void Decoder::forward(int thread) {
@@ -217,12 +238,12 @@ void Decoder::rotate(int layer, int thread) {
   // Each key/value head comes after the queries that read it.
   const auto [begin, end] = share(shape_.heads + shape_.kv_heads, thread, pool_.size());
   for (int row = 0; row < static_cast<int>(rows_.size()); ++row) {
-    const auto [part, position] = rows_[static_cast<size_t>(row)];
-    const float* cos = weights_.cos + static_cast<int64_t>(position) * half;
-    const float* sin = weights_.sin + static_cast<int64_t>(position) * half;
+    const Row& place = rows_[static_cast<size_t>(row)];
+    const float* cos = weights_.cos + static_cast<int64_t>(place.position) * half;
+    const float* sin = weights_.sin + static_cast<int64_t>(place.position) * half;
     float* qkv = qkv_.get() + static_cast<int64_t>(row) * padded(shape_.qkv());
-    uint16_t* page = pages_[static_cast<size_t>(part)][static_cast<size_t>(position / kPage)];
-    const int slot = position % kPage;
+    uint16_t* page = pages_[static_cast<size_t>(place.part)][static_cast<size_t>(place.slot / kPage)];
+    const int slot = place.slot % kPage;
     for (int unit = begin; unit < end; ++unit) {
       const int kv_head = unit / (group + 1), query = unit % (group + 1);
       const bool is_query = query < group;
@@ -261,8 +282,9 @@ void Decoder::attend(int layer, int thread) {
     float* out[kMaxQueries];
     for (int i = 0; i < piece.count; ++i) {
       const int64_t row = first_row_[static_cast<size_t>(piece.part)] + (piece.first + i) / group;
+      const Row& place = rows_[static_cast<size_t>(row)];
       const int at = (piece.kv_head * group + (piece.first + i) % group) * head;
-      queries[i] = {qkv_.get() + row * padded(shape_.qkv()) + at, rows_[static_cast<size_t>(row)].position + 1};
+      queries[i] = {qkv_.get() + row * padded(shape_.qkv()) + at, place.position + 1, place.ordered, tree_slots_.data() + place.slots};
       out[i] = attended_.floats.get() + row * attended_.stride + at;
     }
     Partials& to = partials(piece, thread);
