@@ -1,6 +1,6 @@
 """What an engine answers to many questions; as a program, with engine directories as arguments, on several ranks.
 
-    mpirun -n N python rank_scenario.py OUTPUT.pickle ENGINE_DIR...
+mpirun -n N python rank_scenario.py OUTPUT.pickle ENGINE_DIR...
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ SIZES = {
     "num_hidden_layers": 3,
 }
 EXACT = ("int8", "int8 with int8 head", "int8 with rescored head", "16-bit activations")
-CASES = {name: ({"attention_bias": True, "mlp_bias": True} if name == "int8 with int8 head" else {}) for name in RECIPES}
+CASES = {
+    name: ({"attention_bias": True, "mlp_bias": True} if name == "int8 with int8 head" else {}) for name in RECIPES
+}
 
 
 @pytest.fixture(scope="module")
@@ -100,5 +102,3 @@ def test_a_request_that_loses_its_cache_on_all_ranks_has_the_same_ids(found, rec
 def test_greedy_ids_of_bf16_linears_are_those_of_one_process(found, recipe, num_ranks):
     """They might part where one process finds the two best logits within 1e-3; on these prompts none does."""
     assert found[num_ranks][recipe]["answers"]["greedy, None"] == found[1][recipe]["answers"]["greedy, None"]
-
-

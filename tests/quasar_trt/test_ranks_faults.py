@@ -123,7 +123,11 @@ def test_an_engine_that_one_rank_cannot_open_is_refused_by_all(engine_dirs, prog
 @pytest.mark.parametrize(
     ("num_ranks", "size", "how"),
     [
-        (3, 2, "has tp_size 2, and this program runs on 3 ranks; start it as: mpirun -n 2 ...; or build with --tp-size 3"),
+        (
+            3,
+            2,
+            "has tp_size 2, and this program runs on 3 ranks; start it as: mpirun -n 2 ...; or build with --tp-size 3",
+        ),
         (2, 1, "has tp_size 1, and this program runs on 2 ranks; start it without mpirun; or build with --tp-size 2"),
     ],
 )
