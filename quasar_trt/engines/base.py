@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from quasar_trt.drafters.base import NO_DRAFT, Draft
+from quasar_trt.machine import available_memory
 from quasar_trt.model_config import ModelConfig
 
 
@@ -87,6 +88,7 @@ class Engine(ABC):
     weight_bytes_per_step: bytes of weights that one pass reads.
     cache_capacity: bytes for caches that the engine has taken once and for all; None where it takes them as they are needed.
     open_bytes: bytes of cache that a sequence holds from the moment it is opened, empty as it is.
+    communication_seconds: that passes have spent in collectives with other ranks so far.
     """
 
     config: ModelConfig
@@ -95,6 +97,7 @@ class Engine(ABC):
     weight_bytes_per_step: int
     cache_capacity: int | None = None
     open_bytes: int = 0
+    communication_seconds: float = 0.0
 
     @abstractmethod
     def open(self) -> int:
@@ -120,6 +123,11 @@ class Engine(ABC):
     @abstractmethod
     def cache_bytes(self) -> int:
         """Bytes that the caches of all sequences hold, what forks share counted once."""
+
+    @property
+    def available_memory(self) -> int:
+        """Bytes that caches which are taken as they are needed may still take."""
+        return available_memory()
 
     @abstractmethod
     def growth(self, sequence: int, count: int) -> int:
