@@ -34,6 +34,10 @@ def _open_reference(directory: Path, manifest: Manifest, threads: int | None) ->
 def _open_tensorrt(directory: Path, manifest: Manifest, threads: int | None) -> Engine:
     from quasar_trt.engines.tensorrt import TensorRTEngine
 
+    if threads is not None:
+        raise QuasarError(
+            f"threads is {threads}; engine 'tensorrt' has no use for it, its work is the GPU's: leave it out"
+        )
     return TensorRTEngine.from_dir(directory)
 
 
@@ -50,6 +54,11 @@ def default_engine() -> str:
     return "reference"
 
 
+def engine_of(manifest: Manifest) -> str:
+    """What "auto" is for an engine directory."""
+    return default_engine() if manifest.plan is None else "tensorrt"
+
+
 def open_engine(directory: Path, engine: str = "auto", threads: int | None = None) -> Engine:
     """Opens an engine directory after checking its manifest (sizes, format version, header hashes).
 
@@ -63,5 +72,5 @@ def open_engine(directory: Path, engine: str = "auto", threads: int | None = Non
         raise QuasarError(f"threads is {threads}; allowed: 1 or more")
     manifest = Manifest.open(directory)
     if engine == "auto":
-        engine = default_engine() if manifest.plan is None else "tensorrt"
+        engine = engine_of(manifest)
     return ENGINES[engine](directory, manifest, threads)

@@ -74,6 +74,7 @@ class Engine(ABC):
     weight_bytes_per_step: bytes of weights that one pass reads.
     cache_capacity: bytes for caches that the engine has taken once and for all; None where it takes them as they are needed.
     open_bytes: bytes of cache that a sequence holds from the moment it is opened, empty as it is.
+    device: name of the GPU that it runs on, "" for the processor; device_bytes: of its memory that the engine has taken.
     """
 
     config: ModelConfig
@@ -82,6 +83,8 @@ class Engine(ABC):
     weight_bytes_per_step: int
     cache_capacity: int | None = None
     open_bytes: int = 0
+    device: str = ""
+    device_bytes: int = 0
 
     @abstractmethod
     def open(self) -> int:
