@@ -22,9 +22,13 @@ class PlanContext:
         self._logger = logger
         self._memory = memory
         self._device = device
+        self._bound: PassShape | None = None
         self._span = device.pinned((1,), torch.int64)  # the host reads it when a pass is given to the stream
 
     def bind(self, shape: PassShape) -> None:
+        if shape == self._bound:
+            return
+        self._bound = None
         if self._sizes is not None:
             profile = shape.profile(self._sizes)
             self._done(self._context.set_optimization_profile_async(profile, self._device.stream))
@@ -34,6 +38,7 @@ class PlanContext:
             self._bind(name, sizes, address)
         for name, address in self._memory.outputs(shape):
             self._done(self._context.set_tensor_address(name, address))
+        self._bound = shape
 
     def execute(self) -> None:
         """Gives a pass to the stream."""
