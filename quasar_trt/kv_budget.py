@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError
-from quasar_trt.machine import available_memory
 
 _SHARE = 0.5  # of the memory that is available when the budget is made
 
@@ -23,7 +22,7 @@ class KvBudget:
 
     def __init__(self, engine: Engine, num_bytes: int | None = None):
         if num_bytes is None:
-            num_bytes = int(_SHARE * available_memory()) if engine.cache_capacity is None else engine.cache_capacity
+            num_bytes = int(_SHARE * engine.available_memory) if engine.cache_capacity is None else engine.cache_capacity
         elif engine.cache_capacity is not None and num_bytes > engine.cache_capacity:
             raise QuasarError(
                 f"kv_cache_memory_bytes is {num_bytes}; allowed: at most {engine.cache_capacity}, which this engine has; leave "

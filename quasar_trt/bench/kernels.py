@@ -49,7 +49,7 @@ def run_kernel_bench(
     if len(names) < len(engine_dirs):
         raise QuasarError(f"engines are {', '.join(map(str, engine_dirs))}; allowed: directories of different names")
     manifests = {directory: Manifest.open(directory) for directory in engine_dirs}
-    on_gpu = {manifest.plan is not None for manifest in manifests.values()}
+    on_gpu = {manifest.target != "cpu" for manifest in manifests.values()}
     if len(on_gpu) > 1:
         targets = ", ".join(sorted({manifest.target for manifest in manifests.values()}))
         raise QuasarError(f"engines are for targets {targets}; allowed: those of a CPU alone, or of a GPU")

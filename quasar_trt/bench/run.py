@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from quasar_trt.bench.cell import CELLS, CellProcess
+from quasar_trt.bench.cell import CELLS, CellHere, CellProcess
 from quasar_trt.bench.options import BenchOptions
 from quasar_trt.bench.progress import progress_bar
 from quasar_trt.bench.prompts import EncodedPrompt, Prompt, random_prompts
@@ -16,6 +16,7 @@ from quasar_trt.checkpoint import Checkpoint
 from quasar_trt.engines import engine_of
 from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Manifest
+from quasar_trt.ranks import lead
 from quasar_trt.tokenizer import encode, encode_chat, load_tokenizer
 
 
@@ -33,6 +34,8 @@ def run_bench(
     encoded = _encode(prompts, _tokenizer(engine_dirs), options.raw, max_seq_len)
     encoded += random_prompts(options.random_prompts, options.seed, vocab_size, max_seq_len)
 
+    make_cell = CellProcess if lead() is None else CellHere
+
     with ExitStack() as stack:
         cells, weight_bytes = {}, {}
         for cell in CELLS:
@@ -43,7 +46,7 @@ def run_bench(
                 "engine": engine,
                 "threads": options.threads,
             }
-            cells[cell] = stack.enter_context(CellProcess(cell, engine_dirs[cell.weights], runner_options))
+            cells[cell] = stack.enter_context(make_cell(cell, engine_dirs[cell.weights], runner_options))
             # One opens after the other: whatever a runner times when it opens is not disturbed by another cell.
             weight_bytes[cell] = cells[cell].weight_bytes_per_step()
         progress = stack.enter_context(progress_bar(progress_console))

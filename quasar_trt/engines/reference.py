@@ -29,7 +29,7 @@ from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins import reference as ops
 from quasar_trt.recipe import RESCORED, Recipe
 from quasar_trt.rope import rope_tables
-from quasar_trt.tensor_parallel import refuse_several_ranks
+from quasar_trt.tensor_parallel import check_ranks
 from quasar_trt.tensorfile import map_tensors
 
 Observe = Callable[[str, Tensor], None]
@@ -287,7 +287,7 @@ class ReferenceEngine(Engine):
         """Opens the checkpoint inside an engine directory. Raises QuasarError when it is not whole, or has several ranks, and for
         a CUDA device without Triton."""
         manifest = Manifest.open(engine_dir)
-        refuse_several_ranks(engine_dir, manifest.tp_size)
+        check_ranks(engine_dir, manifest.tp_size)
         checkpoint = Checkpoint.open(Path(engine_dir) / "checkpoint")
         tensors = {name: tensor.to(device) for name, tensor in load_tensors(checkpoint.paths[0]).items()}
         model = ReferenceModel(checkpoint.config, checkpoint.recipe, tensors)

@@ -23,7 +23,7 @@ from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Manifest
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plan import PLAN_TARGETS, plan_name
-from quasar_trt.tensor_parallel import rank_config, refuse_several_ranks
+from quasar_trt.tensor_parallel import check_ranks, rank_config
 from quasar_trt.tensorrt_stack import load_stack
 
 
@@ -76,8 +76,7 @@ class TensorRTEngine(Engine):
             raise QuasarError(
                 f"{engine_dir} was built for target '{manifest.target}'; engine 'tensorrt' runs targets {', '.join(PLAN_TARGETS)}"
             )
-        if ranks is None:
-            refuse_several_ranks(engine_dir, manifest.tp_size)
+        check_ranks(engine_dir, manifest.tp_size, ranks.size if ranks else 1)
         trt = load_stack(plan.stack)
         if trt.__version__ != plan.version:
             raise QuasarError(
