@@ -46,7 +46,7 @@ def open_session(trt: TensorRTDouble, directory, sizes: PlanSizes = SIZES, commu
     path = directory / "rank0.sm80.engine"
     path.write_bytes(b"plan")
     session = PlanSession(trt, path, trt.device, MODEL[0], sizes, name="tiny")
-    session.start(communicator)
+    session.start(lambda: communicator)
     return session
 
 

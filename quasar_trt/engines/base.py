@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quasar_trt.communicator import Communicator
 from quasar_trt.drafters.base import NO_DRAFT, Draft
 from quasar_trt.machine import available_memory
 from quasar_trt.model_config import ModelConfig
@@ -88,6 +89,10 @@ class Engine(ABC):
     device: str = ""
     device_bytes: int = 0
     communication_seconds: float = 0.0
+
+    def join(self, ranks: Communicator) -> None:
+        """What the ranks of an engine do together once each has opened its part, before the first pass. Raises QuasarError, on
+        all of them."""
 
     @abstractmethod
     def open(self) -> int:

@@ -46,7 +46,7 @@ class PlanSession:
         self.progress = 0
         self._trt = trt
         self._path = path
-        self._device = device
+        self.device = device
         self._sizes = sizes
         self._communicator: object = None
         weights, caches = path.stat().st_size, sizes.cache_bytes(config)
@@ -62,7 +62,7 @@ class PlanSession:
         _check_memory(others, device, path, sizes)
         self._memory = PlanMemory(device, config, sizes, lambda name: _DTYPES[self._engine.get_tensor_dtype(name).name])
         self.slot_bytes = self._memory.slot_bytes
-        self.device, self.device_bytes = device.name, weights + others
+        self.device_bytes = weights + others
         # None where TensorRT captures graphs by itself.
         self._graphs: OrderedDict[PassShape, tuple[PlanContext, Callable[[], None]]] | None = None
         if hasattr(trt, "CudaGraphStrategy"):
@@ -71,12 +71,12 @@ class PlanSession:
             self._graphs = OrderedDict()
             self._scratch = device.empty((self._engine.device_memory_size_v2,), torch.uint8)
 
-    def start(self, communicator: object = None) -> None:
-        """To be called once, before any pass. communicator: of NCCL, as a capsule, for a plan of one of several ranks, which all
-        start together. Raises QuasarError with TensorRT's reason when it refuses."""
-        self._communicator = communicator
+    def start(self, communicator: Callable[[], object] = lambda: None) -> None:
+        """To be called once, before any pass. communicator: makes that of NCCL, a capsule, for a plan of one of several ranks, which
+        all start together. Raises QuasarError with TensorRT's reason when it refuses."""
         try:
             with self._together():
+                self._communicator = communicator()
                 self._context = self._new_context()
         except RuntimeError as error:
             raise QuasarError(f"{self._path} cannot be run: {error}") from None
@@ -125,7 +125,7 @@ class PlanSession:
             _, (context, _) = self._graphs.popitem(last=False)
         context.bind(shape)
         context.execute()  # the pass itself; what TensorRT does once for a shape must not be captured
-        self._graphs[shape] = context, self._device.capture(context.execute)
+        self._graphs[shape] = context, self.device.capture(context.execute)
 
     def _new_context(self) -> PlanContext:
         """Raises RuntimeError when TensorRT makes none. Of several ranks each makes as many, in the same order."""
@@ -138,7 +138,7 @@ class PlanSession:
         if self._graphs is not None:
             context.set_device_memory(self._scratch.data_ptr(), self._scratch.nbytes)
         profiles = self._sizes if self._engine.num_optimization_profiles > 1 else None
-        return PlanContext(context, self._logger, self._memory, self._device, profiles)
+        return PlanContext(context, self._logger, self._memory, self.device, profiles)
 
     def _capturing_config(self, name: str):
         """TensorRT-RTX captures a graph of each shape of pass and window of slots, as all other addresses stay.

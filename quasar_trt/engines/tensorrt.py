@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from quasar_trt.checkpoint import EMBEDDING, Checkpoint, checkpoint_spec
+from quasar_trt.communicator import Communicator
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.engines.plan_bindings import PlanSizes
-from quasar_trt.engines.plan_ranks import Ranks, device_of, join
+from quasar_trt.engines.plan_ranks import device_of, nccl_communicator
 from quasar_trt.engines.plan_session import PlanSession
 from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Manifest
@@ -42,7 +43,7 @@ class TensorRTEngine(Engine):
             fork=True,
             exact=False,
         )
-        self.device, self.device_bytes = session.device, session.device_bytes
+        self.device, self.device_bytes = session.device.name, session.device_bytes
         self.open_bytes = session.slot_bytes
         self.cache_capacity = sizes.limits.max_batch_size * session.slot_bytes
         self._session = session
@@ -52,24 +53,13 @@ class TensorRTEngine(Engine):
         self._handles = itertools.count()
 
     @classmethod
-    def from_dir(cls, engine_dir: Path, ranks: Ranks | None = None) -> TensorRTEngine:
-        """ranks: those of a tensor parallel engine, all of which open it.
+    def from_dir(cls, engine_dir: Path, ranks: Communicator | None = None) -> TensorRTEngine:
+        """ranks: those of a tensor parallel engine, each of which opens its own part; `join` is to follow.
 
         Raises QuasarError, in this order, for a directory without plans or of another number of ranks, a stack that is missing or
         of another version, a machine without a GPU, a GPU that there is no plan for, and one with too little memory.
         """
-        if ranks is None:
-            engine, _ = cls._load(Path(engine_dir), None)
-            engine._session.start()
-        else:
-            engine, communicator = join(ranks, lambda: cls._load(Path(engine_dir), ranks))
-            ranks.watch(lambda: engine._session.progress)
-            engine._session.start(communicator)
-        return engine
-
-    @classmethod
-    def _load(cls, engine_dir: Path, ranks: Ranks | None) -> tuple[TensorRTEngine, str]:
-        """This rank's part, to be started, and the identity of its GPU."""
+        engine_dir = Path(engine_dir)
         manifest = Manifest.open(engine_dir)
         plan = manifest.plan
         if plan is None:
@@ -99,7 +89,14 @@ class TensorRTEngine(Engine):
             for name, spec in checkpoint_spec(config, checkpoint.recipe).items()
             if name.endswith(".weight") and len(spec.shape) == 2 and name != EMBEDDING
         ]
-        return cls(session, config, sizes, sum(matrices)), device.identity
+        engine = cls(session, config, sizes, sum(matrices))
+        if ranks is None:
+            session.start()
+        return engine
+
+    def join(self, ranks: Communicator) -> None:
+        ranks.watch(lambda: self._session.progress)
+        self._session.start(lambda: nccl_communicator(ranks, self._session.device))
 
     def open(self) -> int:
         free = set(range(len(self._lengths))) - set(self._slots.values())

@@ -60,38 +60,33 @@ def nccl(monkeypatch) -> list:
         joined.append((size, identity, rank))
         return f"communicator of {rank}"
 
-    module = SimpleNamespace(unique_id=lambda: IDENTITY, init_rank=init_rank)
-    monkeypatch.setattr(plan_ranks, "_nccl", lambda: module)
+    monkeypatch.setattr(torch._C, "_nccl_unique_id", None, raising=False)
+    monkeypatch.setattr(torch.cuda.nccl, "unique_id", lambda: IDENTITY)
+    monkeypatch.setattr(torch.cuda.nccl, "init_rank", init_rank)
     return joined
 
 
-def test_ranks_meet_once_all_of_them_are_prepared(nccl):
-    found = on_two_ranks(lambda ranks: plan_ranks.join(ranks, lambda: (ranks.rank, f"GPU-{ranks.rank}")))
-    assert found == [(0, "communicator of 0"), (1, "communicator of 1")]
+def communicators(identity) -> list:
+    """What both ranks get, on GPUs that `identity(rank)` names."""
+    return on_two_ranks(lambda ranks: plan_ranks.nccl_communicator(ranks, CpuDevice(identity=identity(ranks.rank))))
+
+
+def test_ranks_meet_by_the_identity_that_the_first_made(nccl):
+    assert communicators("GPU-{}".format) == ["communicator of 0", "communicator of 1"]
     assert sorted(nccl) == [(2, IDENTITY, 0), (2, IDENTITY, 1)]
 
 
-def test_what_one_rank_lacks_stops_all(nccl):
-    def prepare(ranks):
-        if ranks.rank:
-            raise QuasarError("no NVIDIA driver")
-        return None, "GPU-0"
-
-    first, second = on_two_ranks(lambda ranks: plan_ranks.join(ranks, lambda: prepare(ranks)))
-    assert str(first) == "rank 1 on other: no NVIDIA driver" and str(second) == "no NVIDIA driver"
-    assert nccl == []
-
-
 def test_ranks_do_not_share_a_gpu(nccl):
-    found = on_two_ranks(lambda ranks: plan_ranks.join(ranks, lambda: (None, "GPU-7")))
-    assert all("ranks 0, 1 share a GPU; start no more ranks" in str(error) for error in found)
+    for error in communicators(lambda rank: "GPU-7"):
+        assert "ranks 0, 1 share a GPU; start no more ranks" in str(error)
     assert nccl == []
 
 
-def test_a_torch_without_nccl_is_told(monkeypatch):
-    monkeypatch.delattr(torch._C, "_nccl_unique_id", raising=False)
-    found = on_two_ranks(lambda ranks: plan_ranks.join(ranks, lambda: (None, f"GPU-{ranks.rank}")))
-    assert "is built without NCCL, which several ranks need" in str(found[0])
+def test_a_torch_without_nccl_is_told_on_all_ranks(nccl, monkeypatch):
+    monkeypatch.delattr(torch._C, "_nccl_unique_id")
+    for error in communicators("GPU-{}".format):
+        assert "rank 0 on one: torch" in str(error) and "is built without NCCL" in str(error)
+    assert nccl == []
 
 
 def test_ranks_of_one_machine_take_its_gpus_in_turn(monkeypatch):
@@ -110,6 +105,8 @@ def test_each_rank_runs_its_own_plan_with_the_communicator(hf_dir, engine_dirs, 
 
     def open_part(ranks):
         engine = TensorRTEngine.from_dir(directory, ranks)
+        assert stack.contexts == []
+        engine.join(ranks)
         (progress,) = ranks.watched
         return engine.config.num_attention_heads, progress()
 

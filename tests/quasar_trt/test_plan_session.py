@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import plan_double
 import pytest
+import tensorrt_rtx as trt
 from plan_double import CpuDevice, TensorRTDouble
 from tiny_plan import (
     SIZES,
@@ -140,7 +142,15 @@ def test_tensorrt_rtx_captures_by_itself(tmp_path):
     assert trt.device.replayed == 0 and len(trt.contexts) == 1
 
 
-# What the double does not forgive
+# The double
+
+
+def test_the_double_has_no_method_that_tensorrt_lacks():
+    for real, made in ((trt.IExecutionContext, plan_double._Context), (trt.IRuntimeConfig, plan_double._RuntimeConfig)):
+        names = [name for name in vars(made) if not name.startswith("_")]
+        of_its_cache = ("deserialize", "serialize", "kernels")  # a double is its own cache of kernels
+        assert all(hasattr(real, name) for name in names if name not in of_its_cache), names
+    assert hasattr(trt, "CudaGraphStrategy") and hasattr(trt.ExecutionContextAllocationStrategy, "USER_MANAGED")
 
 
 def test_logits_that_nobody_waited_for_are_not_there(tensorrt, tmp_path, monkeypatch):
