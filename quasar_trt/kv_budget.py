@@ -22,7 +22,9 @@ class KvBudget:
 
     def __init__(self, engine: Engine, num_bytes: int | None = None):
         if num_bytes is None:
-            num_bytes = int(_SHARE * engine.available_memory) if engine.cache_capacity is None else engine.cache_capacity
+            num_bytes = (
+                int(_SHARE * engine.available_memory) if engine.cache_capacity is None else engine.cache_capacity
+            )
         elif engine.cache_capacity is not None and num_bytes > engine.cache_capacity:
             raise QuasarError(
                 f"kv_cache_memory_bytes is {num_bytes}; allowed: at most {engine.cache_capacity}, which this engine has; leave "

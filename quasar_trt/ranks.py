@@ -55,7 +55,9 @@ class Open:
                         f"all need the same quasar-trt, and the same files in {self.directory}"
                     )
         engine.join(ranks)
-        return engine, min(memory // ranks.hosts.count(host) for (_, _, memory), host in zip(found, ranks.hosts, strict=True))
+        return engine, min(
+            memory // ranks.hosts.count(host) for (_, _, memory), host in zip(found, ranks.hosts, strict=True)
+        )
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,9 @@ class CellHere:
         return measure(self._runner, prompt_ids, sampling_params)
 
     def finish(self) -> tuple[dict[int, float], int]:
-        """As `CellProcess.finish`; the memory is that of all cells."""
-        return verify_costs(self._runner.engine), peak_memory()
+        """As `CellProcess.finish`; the memory of the process is that of all cells."""
+        engine = self._runner.engine
+        return verify_costs(engine), peak_memory() + engine.device_bytes
 
     def __enter__(self) -> CellHere:
         return self

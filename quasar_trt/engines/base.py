@@ -90,7 +90,7 @@ class Engine(ABC):
     device_bytes: int = 0
     communication_seconds: float = 0.0
 
-    def join(self, ranks: Communicator) -> None:
+    def join(self, ranks: Communicator) -> None:  # noqa: B027 (most engines have nothing to do)
         """What the ranks of an engine do together once each has opened its part, before the first pass. Raises QuasarError, on
         all of them."""
 

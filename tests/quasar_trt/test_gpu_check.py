@@ -9,11 +9,18 @@ import sys
 
 import pytest
 import torch
+from plan_double import CpuDevice
 from rich.console import Console
 
+from quasar_trt.bench import gpu_kernel_parts
+from quasar_trt.bench.curve import CurveTimes
 from quasar_trt.bench.gpu_check import run_parts
+from quasar_trt.bench.gpu_kernel_parts import QWEN3_8B
 from quasar_trt.bench.gpu_kernels import GpuKernelTimes, Sizes, measure
 from quasar_trt.bench.gpu_part import NotRun, Outcome
+from quasar_trt.bench.options import KernelBenchOptions
+from quasar_trt.bench.weight_buffer import layer_of
+from quasar_trt.engines import cuda_device
 from quasar_trt.plugins import reference
 from quasar_trt.tables import FigureTable
 
@@ -57,6 +64,30 @@ def test_tables_set_kernels_against_the_memory_of_the_same_run():
     assert linears.rows == [("1000 x 3000", "2", "3000", "75%", "1.50x (1.00..2.00)")]
     json.dumps(times.to_dict())
     assert times.to_dict()["linears"][0]["bf16_seconds"] == [2e-6, 1e-6, 3e-6]
+
+
+def test_the_cost_of_a_step_is_that_of_qwen3_8b(monkeypatch):
+    assert layer_of(QWEN3_8B) == {4096: 6144 + 4096 + 2 * 12288, 12288: 4096}
+    asked = []
+    monkeypatch.setattr(gpu_kernel_parts, "need_gpu", lambda: None)
+    monkeypatch.setattr(gpu_kernel_parts, "linears_outcome", lambda *arguments: asked.append(arguments))
+    gpu_kernel_parts.step_cost()
+    assert asked == [(layer_of(QWEN3_8B), KernelBenchOptions())]
+
+
+def test_linears_are_compared_by_layer(monkeypatch):
+    """BF16 weights fill the buffer with half as many layers."""
+    monkeypatch.setattr(cuda_device, "CudaDevice", CpuDevice)
+    monkeypatch.setattr("quasar_trt.bench.kernels._LEAST_GPU_BUFFER", 16 * 4096)
+
+    def measured(curves, read, read_bytes, repeats):
+        return [CurveTimes(each.name, each.weight_bytes, {1: [2.0], 3: [3.0]}, [1e6]) for each in curves]
+
+    monkeypatch.setattr(gpu_kernel_parts, "measure_curves", measured)
+    outcome = gpu_kernel_parts.linears_outcome({64: 64}, KernelBenchOptions(rows=(1, 3), repeats=1))
+    *_, table = outcome.tables
+    assert table.rows == [("1", "2.00x", "2.00x"), ("3", "2.00x", "2.00x")]
+    assert json.loads(json.dumps(outcome.figures))["curves"][2]["weight_bytes"] == 16 * 4096
 
 
 def test_a_part_that_cannot_run_says_why_and_the_others_run():

@@ -11,7 +11,7 @@ from rich.console import Console
 from tiny_plan import double_of, install, write_plan_dir
 
 from quasar_trt.bench import cell, run
-from quasar_trt.bench.cell import CELLS, measure, verify_costs
+from quasar_trt.bench.cell import CELLS, CellHere
 from quasar_trt.bench.gpu_weight_buffer import GpuWeightBuffer
 from quasar_trt.bench.kernels import run_kernel_bench
 from quasar_trt.bench.options import BenchOptions, KernelBenchOptions
@@ -32,30 +32,8 @@ def plan_dir(engine_dirs, tmp_path, monkeypatch):
     return directory
 
 
-class CellHere:
-    """A cell in this process, where the doubles are."""
-
-    def __init__(self, cell, engine_dir, runner_options):
-        self.runner = Runner.from_dir(engine_dir, **runner_options)
-
-    def weight_bytes_per_step(self):
-        return self.runner.engine.weight_bytes_per_step
-
-    def measure(self, prompt_ids, sampling_params):
-        return measure(self.runner, prompt_ids, sampling_params)
-
-    def finish(self):
-        return verify_costs(self.runner.engine), 1
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-
 def test_four_cells_of_plans(plan_dir, monkeypatch):
-    monkeypatch.setattr(run, "CellProcess", CellHere)
+    monkeypatch.setattr(run, "CellProcess", CellHere)  # where the doubles are
     both = {"BF16": plan_dir, "INT8": plan_dir}
     with pytest.raises(QuasarError, match="holds BF16 weights; --int8 needs INT8"):
         run.run_bench(both, [], BenchOptions(random_prompts=1), QUIET)
