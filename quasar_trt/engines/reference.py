@@ -179,12 +179,15 @@ class ReferenceModel:
         weight, bias = self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
         if not self.recipe.quantizes(name):
             return functional.linear(x, weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
-        bits = self.recipe.activations
-        smoother = self.tensors.get(f"{name}.smoother")
-        if smoother is None:
+        bits = self.recipe.activation_bits(name)
+        smoother, block = self.tensors.get(f"{name}.smoother"), self._blocks.get(below_layer(name), 0)
+        if self.recipe.is_static(name):
+            y = x if smoother is None else ops.smooth(x, 1.0 / smoother, block)
+            q, scale = ops.quantize_static(y, self.tensors[f"{name}.act_scale"])
+        elif smoother is None:
             q, scale = ops.QUANTIZE[bits](x)
         else:
-            q, scale = ops.smooth_quantize(x, 1.0 / smoother, self._blocks.get(below_layer(name), 0), bits)
+            q, scale = ops.smooth_quantize(x, 1.0 / smoother, block, bits)
         return ops.LINEAR[bits](q, scale, weight, self.tensors[f"{name}.per_channel_scale"], bias).to(self.dtype)
 
     def rotations(self, batch: Batch) -> tuple[Tensor, Tensor]:
