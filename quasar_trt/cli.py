@@ -24,7 +24,7 @@ from quasar_trt.cli_options import (
     THREADS,
     DefaultGroup,
     Group,
-    RowCounts,
+    Numbers,
     drafter_options,
     field_option,
     sampling_options,
@@ -66,7 +66,7 @@ def cli():
     show_default=True,
     help="What the engine runs on.",
 )
-@click.option("--sm", type=RowCounts(), default=(), help="GPUs to compile for, such as 80,89; for targets on GPUs.")
+@click.option("--sm", type=Numbers(), default=(), help="GPUs to compile for, such as 80,89; for targets on GPUs.")
 @field_option(Recipe, "quantization", "Weights: int8 (W8A8) or none (BF16).", type=click.Choice(QUANTIZATIONS))
 @field_option(
     Recipe,
@@ -78,6 +78,11 @@ def cli():
 @click.option("--rotate/--no-rotate", default=None, help="Rotate the model; on where the smoothing is searched.")
 @field_option(Recipe, "rounding", "Of weights; gptq with a rotation.", type=click.Choice(ROUNDINGS))
 @field_option(Recipe, "activations", "Bits of a quantized linear's input, 8 or 16; 8 by default.", type=int)
+@click.option(
+    "--static-activations",
+    is_flag=True,
+    help="One scale for each linear's input, fixed by calibration; for targets on GPUs.",
+)
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Linears that stay in BF16; may be repeated.")
 @field_option(
     Recipe, "lm_head", "The head; rescored: INT8, the best logits again in BF16.", type=click.Choice(LM_HEADS)
@@ -107,11 +112,11 @@ def build(model, output_dir, **options):
         if options["lm_head"] not in (None, "int8"):
             raise QuasarError(f"quantize_lm_head means lm_head 'int8', but lm_head is '{options['lm_head']}'; give one")
         options["lm_head"] = "int8"
-    values = {field.name: options.pop(field.name) for field in dataclasses.fields(Recipe)}
-    if values["quantization"] != "none" and options["target"] in PLAN_TARGETS:
-        values["activations"] = values["activations"] or PLAN_TARGETS[options["target"]]
-        values["lm_head"] = values["lm_head"] or "bf16"
-    recipe = Recipe(**values)
+
+    from quasar_trt.builders.targets import target_recipe
+
+    names = [field.name for field in dataclasses.fields(Recipe) if field.name in options]
+    recipe = target_recipe(options["target"], **{name: options.pop(name) for name in names})
 
     from quasar_trt.builders.build import build as build_engine
 
@@ -273,7 +278,7 @@ def cells(int8, bf16, prompts, limit_per_task, output, markdown, plot, drafter_o
 
 @bench.command()
 @click.option("--engine", type=PATH, multiple=True, metavar="DIR", help="Time its passes too; may be repeated.")
-@field_option(KernelBenchOptions, "rows", "Rows of a pass.", type=RowCounts())
+@field_option(KernelBenchOptions, "rows", "Rows of a pass.", type=Numbers())
 @field_option(KernelBenchOptions, "repeats", "Times that each number of rows is timed.", type=int)
 @THREADS
 @OUTPUT

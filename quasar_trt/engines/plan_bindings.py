@@ -17,7 +17,7 @@ PAST_LENGTHS = "past_lengths"  # int32 [batch]: tokens that a slot holds before 
 KEY_VALUE_LENGTHS = "key_value_lengths"  # int32 [batch]: past length + rows
 SPAN = "span"  # int64 [1] in host memory: the largest of the lengths above, what attention reads of every slot
 LOGITS_ROWS = "logits_rows"  # int32 [wanted]: which of the batch * rows rows have logits
-LOGITS = "logits"  # [wanted, vocab]
+LOGITS = "logits"  # [wanted, vocab], of the whole vocabulary on every rank
 
 
 def cache_bindings(layer: int) -> tuple[tuple[str, str], tuple[str, str]]:
@@ -46,6 +46,11 @@ class PlanSizes:
         """Tokens of a slot: the last rows of a pass may be padding behind the longest sequence. A multiple of 64, so that slots
         begin at multiples of 256 bytes, as TensorRT wants addresses."""
         return -(-(self.limits.max_seq_len + self.limits.max_draft_len + 1) // 64) * 64
+
+    def cache_bytes(self, config: ModelConfig) -> int:
+        """Of the keys and values of all slots, BF16, of one rank's `config`."""
+        slot = config.num_key_value_heads * self.capacity * config.head_size
+        return 2 * 2 * config.num_hidden_layers * self.limits.max_batch_size * slot
 
     def cache_bytes(self, config: ModelConfig) -> int:
         """Of the keys and values of all slots, BF16, of one rank's `config`."""

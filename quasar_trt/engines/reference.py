@@ -197,13 +197,16 @@ class ReferenceModel:
         weight, bias = self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
         if not self.recipe.quantizes(name):
             return functional.linear(x, weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
-        bits = self.recipe.activations
-        smoother = self.tensors.get(f"{name}.smoother")
-        if smoother is None:
+        bits = self.recipe.activation_bits(name)
+        smoother, block = self.tensors.get(f"{name}.smoother"), self._blocks.get(below_layer(name), 0)
+        inverse = None if smoother is None else 1.0 / smoother.flatten()
+        if self.recipe.is_static(name):
+            y = x if inverse is None else ops.smooth(x, inverse, block)
+            q, scale = ops.quantize_static(y, self.tensors[f"{name}.act_scale"])
+        elif inverse is None:
             q, scale = self._operations.QUANTIZE[bits](x)
         else:
-            block = self._blocks.get(below_layer(name), 0)
-            q, scale = self._operations.smooth_quantize(x, 1.0 / smoother.flatten(), block, bits)
+            q, scale = self._operations.smooth_quantize(x, inverse, block, bits)
         weight_scale = self.tensors[f"{name}.per_channel_scale"].flatten()
         return self._operations.LINEAR[bits](q, scale, weight, weight_scale, bias).to(self.dtype)
 

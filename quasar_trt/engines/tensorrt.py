@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quasar_trt.checkpoint import EMBEDDING, Checkpoint, checkpoint_spec
+from quasar_trt.checkpoint import EMBEDDING, HEAD, Checkpoint, checkpoint_spec
 from quasar_trt.communicator import Communicator
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.engines.plan_bindings import PlanSizes
@@ -24,6 +24,7 @@ from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Manifest
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plan import PLAN_TARGETS, plan_name
+from quasar_trt.recipe import Recipe
 from quasar_trt.tensor_parallel import check_ranks, rank_config
 from quasar_trt.tensorrt_stack import load_stack
 
@@ -84,12 +85,7 @@ class TensorRTEngine(Engine):
         sizes = PlanSizes(manifest.limits, plan.prefill_rows)
         name = plan_name(device.sm, ranks.rank if ranks else 0)
         session = PlanSession(trt, engine_dir / name, device, config, sizes, name=manifest.files[name].sha256)
-        matrices = [
-            spec.nbytes
-            for name, spec in checkpoint_spec(config, checkpoint.recipe).items()
-            if name.endswith(".weight") and len(spec.shape) == 2 and name != EMBEDDING
-        ]
-        engine = cls(session, config, sizes, sum(matrices))
+        engine = cls(session, config, sizes, _weight_bytes(config, checkpoint.recipe))
         if ranks is None:
             session.start()
         return engine
@@ -194,3 +190,15 @@ class TensorRTEngine(Engine):
             return self._slots[sequence]
         except KeyError:
             raise ValueError(f"sequence {sequence} is not open") from None
+
+
+def _weight_bytes(config: ModelConfig, recipe: Recipe) -> int:
+    """That one pass reads of one rank's weights."""
+    matrices = {
+        name: spec.nbytes
+        for name, spec in checkpoint_spec(config, recipe).items()
+        if name.endswith(".weight") and len(spec.shape) == 2 and name != EMBEDDING
+    }
+    if recipe.lm_head == "rescored":  # INT8 codes, and BF16 rows of a few ids
+        matrices[HEAD] //= 2
+    return sum(matrices.values())

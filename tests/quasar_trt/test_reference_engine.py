@@ -117,6 +117,7 @@ def test_after_rollback_the_next_step_equals_a_fresh_prefill(accepted):
         Recipe("int8"),
         Recipe("int8", rotate=False, lm_head="int8"),
         Recipe("int8", activations=16, exclude=("*.1.*",)),
+        Recipe("int8", static_activations=True, lm_head="bf16"),
     ],
     ids=str,
 )
@@ -270,6 +271,7 @@ def divergence(recipe):
         Recipe("int8", lm_head="rescored"),
         Recipe("int8", activations=16),
         Recipe("int8", exclude=("*.1.attention.*", "*.2.mlp.proj")),
+        Recipe("int8", static_activations=True),
     ],
     ids=str,
 )
