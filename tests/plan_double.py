@@ -112,7 +112,8 @@ class TensorRTDouble:
     """The module `tensorrt_rtx`, or `tensorrt`, whose contexts share memory and can be captured.
 
     graph: what the plan computes, None for a plan that cannot be loaded; sizes: the bounds of its profile. refuses: a method of
-    the execution context that says no. communicators: those that contexts were given."""
+    the execution context that says no. communicators: those that contexts were given. collective: what several ranks make of an
+    operation and this rank's tensor."""
 
     __version__ = "1.7.1.116"
     ILogger = _Logger
@@ -136,6 +137,7 @@ class TensorRTDouble:
         self.bounds = (sizes.largest,) if rtx else sizes.profiles
         self.contexts: list[_Context] = []
         self.communicators: list[object] = []
+        self.collective: Callable[[str, torch.Tensor], torch.Tensor] | None = None
         if rtx:
             self.CudaGraphStrategy = SimpleNamespace(WHOLE_GRAPH_CAPTURE="whole")
         else:
@@ -260,7 +262,7 @@ class _Context:
             assert int(inputs[bindings.LOGITS_ROWS].max()) < batch * rows
             self._trt.passes.append(shapes)
             self._trt.spans.append(span)
-            result = self._run(inputs)[bindings.LOGITS]
+            result = self._compute(inputs)[bindings.LOGITS]
             _tensor(addresses[bindings.LOGITS], graph.outputs[-1].dtype, tuple(result.shape)).copy_(result)
 
         def unchanged() -> None:
@@ -270,6 +272,15 @@ class _Context:
             assert self._prepared == changes, "a shape is captured before TensorRT has prepared itself for it"
         self._prepared = changes
         return self._says("execute_async_v3")
+
+    def _compute(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        steps, result = self._run.steps(inputs), None
+        while True:
+            try:
+                operation, part = steps.send(result)
+            except StopIteration as finished:
+                return finished.value
+            result = self._trt.collective(operation, part)
 
     def _says(self, method: str) -> bool:
         if method == self._trt.refuses:

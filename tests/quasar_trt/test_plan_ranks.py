@@ -8,14 +8,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plan_double import CpuDevice
-from tiny_plan import double, double_of, entry, open_double, steps, write_plan_dir
+from network_interpreter import COLLECTIVES
+from plan_double import CpuDevice, TensorRTDouble
+from ranks import SIZES, shards
+from tiny import tiny_checkpoint
+from tiny_network import decoder_graph, real_network
+from tiny_plan import SIZES as PLAN_SIZES
+from tiny_plan import assert_same_logits, double, double_of, entry, open_double, steps, write_plan_dir
 
 from quasar_trt.builders.build import build
 from quasar_trt.engines import plan_ranks, tensorrt
+from quasar_trt.engines.plan_session import PlanSession
+from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
 from quasar_trt.engines.tensorrt import TensorRTEngine
 from quasar_trt.errors import QuasarError
 from quasar_trt.recipe import Recipe
+from quasar_trt.tensor_parallel import rank_config
 
 IDENTITY = b"the NCCL of these ranks"
 
@@ -113,6 +121,45 @@ def test_each_rank_runs_its_own_plan_with_the_communicator(hf_dir, engine_dirs, 
     assert on_two_ranks(open_part) == [(3, 2)] * 2  # of six heads; even: nothing is under way
     assert sorted(stack.loaded) == [b"plan 0", b"plan 1"]
     assert sorted(stack.communicators) == ["communicator of 0", "communicator of 1"]
+
+
+def test_ranks_together_give_the_logits_of_the_whole_model(tmp_path):
+    config, recipe, tensors = tiny_checkpoint(num_hidden_layers=2, **SIZES)
+    of_rank, parts, barrier = rank_config(config, 2), [None, None], Barrier(2)
+
+    def engine(rank: int, part) -> TensorRTEngine:
+        graph = decoder_graph(real_network(), of_rank, recipe, part, PLAN_SIZES.capacity)
+        stack = TensorRTDouble(graph, PLAN_SIZES, CpuDevice(), rtx=False)
+
+        def collective(operation, tensor):
+            parts[rank] = tensor
+            barrier.wait(10)
+            result = COLLECTIVES[operation](list(parts))
+            barrier.wait(10)
+            return result
+
+        stack.collective = collective
+        path = tmp_path / f"rank{rank}.sm80.engine"
+        path.write_bytes(b"plan")
+        session = PlanSession(stack, path, stack.device, of_rank, PLAN_SIZES, name=f"rank {rank}")
+        session.start(lambda: "a communicator")
+        return TensorRTEngine(session, of_rank, PLAN_SIZES, weight_bytes_per_step=1)
+
+    engines = [engine(rank, part) for rank, part in enumerate(shards(config, tensors, 2))]
+    reference = ReferenceEngine(ReferenceModel(config, recipe, tensors), max_seq_len=48, kv_dtype=torch.float32)
+    for each in (*engines, reference):
+        each.open(), each.open()
+    script = [
+        [entry(0, 12, seed=1), entry(1, 4, seed=2)],
+        *[[entry(0, 1, 2, seed=seed), entry(1, 1, 1, seed=seed + 5)] for seed in (3, 4)],
+    ]
+    keep = lambda index, drafted: min(1, drafted)  # noqa: E731
+    with ThreadPoolExecutor(2) as pool:
+        for batch in script:
+            expected = steps(reference, batch, keep)
+            for found in pool.map(lambda each, batch=batch: steps(each, batch, keep), engines):
+                assert_same_logits(found, expected)
+    assert [each._session.device.replayed for each in engines] == [1, 1]
 
 
 def test_every_context_of_a_rank_has_its_communicator(tmp_path):
