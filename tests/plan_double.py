@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -66,6 +67,9 @@ class CpuDevice:
     def zero(self, tensor):
         self.run(tensor.zero_)
 
+    def use(self):
+        return nullcontext()
+
     def run(self, work):
         self._give(work)
 
@@ -83,8 +87,7 @@ class CpuDevice:
 
         def replay():
             self.replayed += 1
-            for work in captured:
-                self._queue.append(work)
+            self._queue += captured
 
         return replay
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from quasar_trt.bench.engine_comparison import EngineComparison, compare
@@ -61,7 +63,10 @@ class EngineParts:
 
     def cells(self, target: str) -> Outcome:
         """The same engines as the four cells of the benchmark."""
-        report = run_bench(self._engine_dirs(target), load_prompts(self.prompts), BenchOptions(), Console(quiet=True))
+        directories = self._engine_dirs(target)
+        gc.collect()
+        torch.cuda.empty_cache()  # cells are processes, and have what comparing leaves
+        report = run_bench(directories, load_prompts(self.prompts), BenchOptions(), Console(quiet=True))
         return Outcome(report.to_dict(), report.tables())
 
     def _engine_dirs(self, target: str) -> dict[str, Path]:
@@ -99,17 +104,9 @@ def _outcome(title: str, found: dict[str, EngineComparison]) -> Outcome:
     rows = []
     for weights, one in found.items():
         equal = f"{one.num_equal}/{one.num_prompts}"
-        gap, kl = f"{one.gap:.3f}", number(one.kl, ".5f")
-        rows.append(
-            (
-                weights,
-                equal,
-                gap if not one.failure else Alarm(gap),
-                kl if not one.failure else Alarm(kl),
-                number(one.agreement, ".2%"),
-                number(one.difference, ".3f"),
-            )
-        )
+        figure = Alarm if one.failure else str
+        same, difference = number(one.agreement, ".2%"), number(one.difference, ".3f")
+        rows.append((weights, equal, figure(f"{one.gap:.3f}"), figure(number(one.kl, ".5f")), same, difference))
     headings = ("weights", "answers\nas reference", "gap where\nids part", "KL", "same\ntop id", "largest\ndifference")
     table = FigureTable(f"{title}, beside the reference engine", headings, rows, "Gaps and differences of logits.")
     failure = "; ".join(f"{weights}: {one.failure}" for weights, one in found.items() if one.failure)

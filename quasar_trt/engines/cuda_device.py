@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes.util
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -54,9 +55,13 @@ class CudaDevice:
     def zero(self, tensor: Tensor) -> None:
         self.run(tensor.zero_)
 
+    def use(self) -> AbstractContextManager:
+        """While it lasts, calls of this thread to CUDA are for this device, and operations of torch go to its stream."""
+        return torch.cuda.stream(self._stream)
+
     def run(self, work: Callable[[], object]) -> None:
         """Operations of torch."""
-        with torch.cuda.stream(self._stream):
+        with self.use():
             work()
 
     def wait(self) -> None:
@@ -67,7 +72,7 @@ class CudaDevice:
         """A CUDA graph of what `work` gives to the stream, none of which is done now; calling it does that again. `work` has run
         before."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with self.use():
             graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the device meanwhile
             try:
                 work()

@@ -33,8 +33,8 @@ class PlanSession:
     context may not change while a graph of it is in use, so each has its own, and all share the memory they compute in.
     TensorRT-RTX captures by itself.
 
-    trt: the module that compiled the plan; name: of the plan, as no other plan has it. progress: odd within what several ranks do
-    together.
+    trt: the module that compiled the plan; name: of the plan, as no other plan has it. slot_bytes: of a slot's keys and values;
+    device_bytes: all that plan and session take. progress: odd within what several ranks do together.
 
     Raises QuasarError when memory does not suffice, naming both numbers, and when the plan cannot be loaded, with the reason
     that TensorRT gives.
@@ -83,9 +83,11 @@ class PlanSession:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
+        """What ranks do together; on the device, whichever thread asks."""
         self.progress += 1
         try:
-            yield
+            with self.device.use():
+                yield
         finally:
             self.progress += 1
 

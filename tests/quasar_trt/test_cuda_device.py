@@ -67,7 +67,9 @@ def test_work_goes_to_the_devices_own_stream(calls):
     device.zero(target)
     device.wait()
     assert target.tolist() == [0, 0]
-    assert calls == [*["enter 11", "leave"] * 2, "wait"]
+    with device.use():
+        calls.append("by hand")
+    assert calls == [*["enter 11", "leave"] * 2, "wait", "enter 11", "by hand", "leave"]
 
 
 def test_a_capture_is_ended_whatever_happens(calls):
