@@ -15,17 +15,17 @@ from quasar_trt.builders.engine_dir import appearing_whole, check_output
 from quasar_trt.builders.estimate import Estimate, estimate
 from quasar_trt.builders.progress import Stages
 from quasar_trt.builders.source import Source, open_source
-from quasar_trt.builders.tensorrt_target import check_target, compile_plans
+from quasar_trt.builders.targets import check_memory, check_target
+from quasar_trt.builders.tensorrt_target import compile_plans
 from quasar_trt.builders.tokenizer_files import write_json
 from quasar_trt.builders.write_checkpoint import write_checkpoint
 from quasar_trt.checkpoint import checkpoint_spec
 from quasar_trt.engines.cpu_layout import packed_spec
 from quasar_trt.engines.reference import load_tensors
-from quasar_trt.errors import QuasarError, unknown
+from quasar_trt.errors import QuasarError
 from quasar_trt.fidelity_report import read_fidelity, show
 from quasar_trt.manifest import Limits, Manifest
 from quasar_trt.model_config import ModelConfig, whole_number
-from quasar_trt.plan import PLAN_TARGETS
 from quasar_trt.recipe import Recipe
 from quasar_trt.rope import longest_sequence, rope_type
 from quasar_trt.tensor_parallel import rank_config
@@ -55,7 +55,7 @@ def build(
 ) -> Manifest | Estimate:
     """Builds `model` (Hugging Face directory, GGUF file or hub id) into the engine directory `output_dir`.
 
-    target: what the engine runs on, "cpu" or one of `PLAN_TARGETS`; sm: compute capabilities times ten of the GPUs that a plan is
+    target: what the engine runs on, "cpu" or one of `quasar_trt.plan.PLAN_TARGETS`; sm: compute capabilities times ten of the GPUs that a plan is
         compiled for; "tensorrt" compiles for the machine's own.
     calib_dataset: .txt or .jsonl file; without it the model writes its own calibration text from `seed`, or, where it is too
         large for that, reads one that the package carries.
@@ -71,7 +71,7 @@ def build(
     for. On any failure or interrupt nothing is left behind.
     """
     output_dir = Path(output_dir)
-    sm = _check_target(target, recipe, tp_size, sm)
+    sm = check_target(target, recipe, tp_size, sm)
     recipe.refuse_unused(calib_dataset=calib_dataset, calib_size=calib_size, calib_max_seq_length=calib_max_seq_length)
     calib_size = whole_number("calib_size", CALIB_SIZE if calib_size is None else calib_size)
     calib_max_seq_length = whole_number(
@@ -90,12 +90,13 @@ def build(
     longest = _longest(source.config, max_seq_len)
     limits = Limits(max_batch_size, max_seq_len or longest, max_draft_len)
     calibration = Calibration(calib_dataset, texts, calib_size, min(calib_max_seq_length, longest), seed)
-    needs = estimate(source.config, recipe, tp_size, calib_size * calibration.length, len(sm))
+    needs = estimate(source.config, recipe, tp_size, calib_size * calibration.length, limits, len(sm))
     with Stages(progress and not dry_run) as stages:
         if progress or dry_run:
             stages.say(str(needs))
         if dry_run:
             return needs
+        check_memory(target, needs.memory, needs.gpu_memory)
         with appearing_whole(output_dir, force) as directory:
             manifest = _build(source, recipe, calibration, tp_size, limits, longest, directory, stages, target, sm)
     if progress:
@@ -127,12 +128,15 @@ def _build(
     files, quantizer = write_checkpoint(
         converter, recipe, texts.calibration, directory / "checkpoint", advance, tp_size
     )
+    if quantizer is not None:
+        recipe = quantizer.recipe
     plan = None
     if target == "cpu":
         compiled = _compile(source.config, recipe, tp_size, directory, stages)
     else:
-        advance = stages.stage("Compiling", len(sm))
-        plan, compiled = compile_plans(target, source.config, recipe, limits, sm, directory, advance)
+        advance = stages.stage("Compiling", tp_size * len(sm))
+        of_rank = rank_config(source.config, tp_size)
+        plan, compiled = compile_plans(target, of_rank, recipe, limits, sm, directory, advance)
     files |= compiled
     producer = {"quasar-trt": __version__} | {name: version(name) for name in ("torch", "transformers", "numpy")}
     described = {"path": source.path, "kind": source.kind, "notices": source.notices}
@@ -149,19 +153,6 @@ def _build(
         report = fidelity.measure(source, directory, windows, written, stages=stages) | report
     write_json(directory / "fidelity.json", report)
     return manifest
-
-
-def _check_target(target: str, recipe: Recipe, tp_size: int, sm: Sequence[int]) -> tuple[int, ...]:
-    """The GPUs to compile for. Refuses a target that is unknown or not installed, and what it cannot compile."""
-    if target in PLAN_TARGETS:
-        return check_target(target, recipe, tp_size, sm)
-    if target != "cpu":
-        raise unknown("target", target, ["cpu", *PLAN_TARGETS])
-    if sm:
-        raise QuasarError(
-            f"sm is {', '.join(map(str, sm))}; target 'cpu' has no use for it: leave it out, or choose a target"
-        )
-    return ()
 
 
 def _tokenizer(source: Source, directory: Path):

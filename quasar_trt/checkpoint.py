@@ -77,6 +77,8 @@ def checkpoint_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec
             spec[f"{name}.weight"] = TensorSpec("I8" if quantized else "BF16", (rows, columns))
             if quantized:
                 spec[f"{name}.per_channel_scale"] = TensorSpec("F32", (1, rows))
+                if recipe.static_activations:
+                    spec[f"{name}.act_scale"] = TensorSpec("F32", (1,))
                 if linear.norm is None:
                     spec[f"{name}.smoother"] = TensorSpec("F32", (1, columns))
             if linear.bias(config):
@@ -98,7 +100,14 @@ def checkpoint_config(config: ModelConfig, recipe: Recipe, tp_size: int = 1) -> 
     # Stock modules have one switch for the biases of qkv and of the attention output, and another YaRN.
     architecture = architecture_of(config)
     stock = config.qkv_bias == config.dense_bias and rope_type(config.rotary_scaling) != "yarn"
-    own = recipe.lm_head == "int8" or recipe.rotate or recipe.exclude or recipe.activations == 16
+    own = (
+        recipe.lm_head == "int8"
+        or recipe.rotate
+        or recipe.exclude
+        or recipe.activations == 16
+        or recipe.static_activations
+    )
+    scales = "PER_TENSOR" if recipe.static_activations else "PER_TOKEN"
     stock = architecture.stock if stock and not own else None
     return {
         "architecture": stock or OWN_ARCHITECTURE,
@@ -123,7 +132,7 @@ def checkpoint_config(config: ModelConfig, recipe: Recipe, tp_size: int = 1) -> 
         "use_parallel_embedding": False,
         "mapping": {"world_size": tp_size, "tp_size": tp_size, "pp_size": 1},
         "quantization": {
-            "quant_algo": "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN" if recipe.quantized else None,
+            "quant_algo": f"W8A8_SQ_PER_CHANNEL_{scales}_PLUGIN" if recipe.quantized else None,
             "kv_cache_quant_algo": None,
             # a number even where each group has its own exponent; the scales themselves are in the tensors
             "smoothquant_val": SMOOTHQUANT if recipe.smoothquant is None else recipe.smoothquant,

@@ -77,6 +77,11 @@ def cli():
 @click.option("--rotate/--no-rotate", default=None, help="Rotate the model; on where the smoothing is searched.")
 @field_option(Recipe, "rounding", "Of weights; gptq with a rotation.", type=click.Choice(ROUNDINGS))
 @field_option(Recipe, "activations", "Bits of a quantized linear's input, 8 or 16; 8 by default.", type=int)
+@click.option(
+    "--static-activations",
+    is_flag=True,
+    help="One scale for each linear's input, fixed by calibration; for targets on GPUs.",
+)
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Linears that stay in BF16; may be repeated.")
 @field_option(
     Recipe, "lm_head", "The head; rescored: INT8, the best logits again in BF16.", type=click.Choice(LM_HEADS)
@@ -106,11 +111,11 @@ def build(model, output_dir, **options):
         if options["lm_head"] not in (None, "int8"):
             raise QuasarError(f"quantize_lm_head means lm_head 'int8', but lm_head is '{options['lm_head']}'; give one")
         options["lm_head"] = "int8"
-    values = {field.name: options.pop(field.name) for field in dataclasses.fields(Recipe)}
-    if values["quantization"] != "none" and options["target"] in PLAN_TARGETS:
-        values["activations"] = values["activations"] or PLAN_TARGETS[options["target"]]
-        values["lm_head"] = values["lm_head"] or "bf16"
-    recipe = Recipe(**values)
+
+    from quasar_trt.builders.targets import target_recipe
+
+    names = [field.name for field in dataclasses.fields(Recipe) if field.name in options]
+    recipe = target_recipe(options["target"], **{name: options.pop(name) for name in names})
 
     from quasar_trt.builders.build import build as build_engine
 

@@ -331,8 +331,7 @@ def _step_cost(engine: Engine, manifest: Manifest) -> StepCost:
         getattr(engine, "hosts", None),
         version_of("quasar-trt"),
         native_build(),
-        cpu_model(),
-        usable_cpus(),
+        engine.device or (cpu_model(), usable_cpus()),
         manifest.limits.max_draft_len,
     ]
     return StepCost.open(engine, manifest.limits.max_draft_len, names)

@@ -154,10 +154,12 @@ def quantized_tensors(
     Of a rotated recipe only what engines do at run time: the residual stream keeps its basis. Rounding is to nearest.
     """
     largest: dict[str, Tensor] = {}
+    inputs: dict[str, list[Tensor]] = {}
 
     def observe(name: str, x: Tensor) -> None:
         seen = x.abs().amax(dim=0)
         largest[name] = torch.maximum(largest[name], seen) if name in largest else seen
+        inputs.setdefault(name, []).append(x)
 
     model = ReferenceModel(config, Recipe("none"), tensors, observe=observe)
     for ids in calibration:
@@ -186,6 +188,9 @@ def quantized_tensors(
             for name, weight in weights.items():
                 smoothed = _transform_columns(weight * smoother, blocks.get(group, 1))
                 found[f"{name}.weight"], found[f"{name}.per_channel_scale"] = _quantize_rows(smoothed)
+                if recipe.static_activations:
+                    read = _transform_columns(torch.cat(inputs[name]) / smoother, blocks.get(group, 1))
+                    found[f"{name}.act_scale"] = (read.abs().max() / 127).reshape(1)
     if recipe.lm_head == "int8":
         found["lm_head.weight"], found["lm_head.per_channel_scale"] = _quantize_rows(tensors["lm_head.weight"].float())
     return {name: found[name] for name in checkpoint_spec(config, recipe)}

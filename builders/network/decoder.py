@@ -12,10 +12,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from quasar_trt.architectures import architecture_of
-from quasar_trt.builders.network.lowering import Plugin, WeightOnly
+from quasar_trt.builders.network.lowering import lowering_of
 from quasar_trt.builders.network.writer import NetworkWriter
-from quasar_trt.checkpoint import EMBEDDING, LAYER_PREFIX
+from quasar_trt.checkpoint import EMBEDDING, HEAD, LAYER_PREFIX
 from quasar_trt.engines import plan_bindings as bindings
+from quasar_trt.engines.cpu_layout import HEAD_ROWS
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import Recipe
 from quasar_trt.rope import rope_tables
@@ -24,8 +25,9 @@ from quasar_trt.rope import rope_tables
 class DecoderNetwork:
     """Writes a decoder of `capacity` tokens per slot with `writer`, once.
 
-    tensors: by checkpoint name as `checkpoint_spec(config, recipe)` says, numpy, uint16 for the bits of bfloat16; the network
-    refers to their memory. dtype: "bfloat16" or "float32".
+    config: of one rank. tensors: its own, by checkpoint name as `checkpoint_spec(config, recipe)` says and of a rescored head as
+    `with_int8_head` does, numpy, uint16 for the bits of bfloat16; the network refers to their memory. dtype: "bfloat16" or
+    "float32". Every rank gives the logits of the whole vocabulary.
     """
 
     def __init__(
@@ -40,11 +42,16 @@ class DecoderNetwork:
         self.writer = writer
         self.config = config
         self.recipe = recipe
+        if (
+            config.tie_word_embeddings and not recipe.rotate and config.tp_size == 1
+        ):  # the head's rows are the embedding's
+            rows = HEAD_ROWS if recipe.lm_head == "rescored" else HEAD
+            if tensors[rows].dtype == tensors[EMBEDDING].dtype:
+                tensors = {**tensors, rows: tensors[EMBEDDING]}
         self.tensors = tensors
         self.capacity = capacity
         self.dtype = dtype
-        lowering = Plugin if writer.takes_plugins and recipe.quantized else WeightOnly
-        self.linears = lowering(writer, config, recipe, tensors, dtype)
+        self.linears = lowering_of(recipe, writer.takes_plugins)(writer, config, recipe, tensors, dtype)
 
     def write(self) -> None:
         writer = self.writer
@@ -76,11 +83,11 @@ class DecoderNetwork:
             f"{prefix}attention.qkv", linears.norm(f"{prefix}input_layernorm", x, f"{prefix}attention.qkv")
         )
         attended = linears.smooth(self._attention(i, qkv), f"{prefix}attention.dense")
-        x = self._residual(x, linears.linear(f"{prefix}attention.dense", attended))
+        x = self._residual(x, linears.summed_linear(f"{prefix}attention.dense", attended))
         normed = linears.norm(f"{prefix}post_layernorm", x, f"{prefix}mlp.fc")
         gate, up = linears.linear(f"{prefix}mlp.fc", normed), linears.linear(f"{prefix}mlp.gate", normed)
         activated = linears.silu_mul(gate, up, f"{prefix}mlp.proj")
-        return self._residual(x, linears.linear(f"{prefix}mlp.proj", activated))
+        return self._residual(x, linears.summed_linear(f"{prefix}mlp.proj", activated))
 
     def _residual(self, x, y):
         return self.writer.add(x, self.writer.cast(y, "float32"))

@@ -28,6 +28,7 @@ class NetworkWriter:
         self._network = network
         self._add_plugin = add_plugin
         self.constants: list[np.ndarray] = []  # in order; the network refers to their memory until it is compiled
+        self._of_memory: dict[tuple, object] = {}
 
     def input(self, name: str, dtype: str, shape: Sequence[int]):
         """An input binding; -1 is a size that each pass chooses."""
@@ -38,11 +39,16 @@ class NetworkWriter:
         self._network.mark_output(tensor)
 
     def constant(self, array: np.ndarray, shape: Sequence[int] | None = None):
-        """A constant that refers to the memory of `array`, contiguous; uint16 stands for the bits of bfloat16."""
-        name = "bfloat16" if array.dtype == np.uint16 else str(array.dtype)
-        self.constants.append(array)
-        weights = self._trt.Weights(self._dtype(name), array.ctypes.data, array.size)
-        return self._out(self._network.add_constant(array.shape if shape is None else tuple(shape), weights))
+        """A constant that refers to the memory of `array`, contiguous; uint16 stands for the bits of bfloat16. What has the same
+        memory and shape is one constant."""
+        shape = array.shape if shape is None else tuple(shape)
+        key = array.ctypes.data, shape
+        if key not in self._of_memory:
+            name = "bfloat16" if array.dtype == np.uint16 else str(array.dtype)
+            self.constants.append(array)
+            weights = self._trt.Weights(self._dtype(name), array.ctypes.data, array.size)
+            self._of_memory[key] = self._out(self._network.add_constant(shape, weights))
+        return self._of_memory[key]
 
     def scalar(self, value: float, rank: int):
         """A float32 constant that broadcasts over tensors of this rank."""
@@ -124,11 +130,42 @@ class NetworkWriter:
         kind = kinds.TRANSPOSE if transpose else kinds.NONE
         return self._out(self._network.add_matrix_multiply(x, kinds.NONE, y, kind))
 
+    def quantize(self, x, scale):
+        """round(x / scale), int8, x and scale float32; halves to even, clipped to -128 .. 127. scale: a constant without axes."""
+        return self._out(self._network.add_quantize(x, scale, self._trt.DataType.INT8))
+
+    def dequantize(self, codes, scale, dtype: str):
+        """codes int8 * scale float32, a constant without axes, as `dtype`."""
+        return self._out(self._network.add_dequantize(codes, scale, self._dtype(dtype)))
+
     def dequantize_rows(self, codes, scale, dtype: str):
         """codes int8 [n, k] * scale float32 [n] of each row, as `dtype`."""
         layer = self._network.add_dequantize(codes, scale, self._dtype(dtype))
         layer.axis = 0
         return self._out(layer)
+
+    def top_indices(self, x, count: int):
+        """The columns of the largest `count` values of each row of x [rows, columns], int32 [rows, count]."""
+        layer = self._network.add_topk(x, self._trt.TopKOperation.MAX, count, 1 << 1)
+        return layer.get_output(1)
+
+    def replace_columns(self, x, columns, values):
+        """x [rows, columns] with values [rows, count] at columns, int32 [rows, count], of the same row."""
+        layer = self._network.add_scatter(x, columns, values, self._trt.ScatterMode.ELEMENT)
+        layer.axis = 1
+        return self._out(layer)
+
+    def sum_over_ranks(self, x, ranks: int):
+        """The sum of every rank's x."""
+        return self._collective(x, "ALL_REDUCE", "SUM", ranks)
+
+    def join_columns(self, x, ranks: int):
+        """Every rank's x [rows, columns] side by side, in the order of ranks."""
+        columns = x.shape[1]
+        layer = self._network.add_shuffle(self._collective(x, "ALL_GATHER", "NONE", ranks))
+        layer.reshape_dims = (ranks, -1, columns)
+        layer.second_transpose = (1, 0, 2)
+        return self.reshape(self._out(layer), (-1, ranks * columns))
 
     def rotate(self, x, cos, sin):
         """RoPE of x [batch, heads, rows, size]: pairs (i, i + size / 2), cos and sin [batch, rows, size / 2]."""
@@ -159,6 +196,14 @@ class NetworkWriter:
     def plugin(self, operation: str, *inputs, **attributes) -> Sequence[object]:
         """The outputs of an operation as `quasar_trt.plugins.tensorrt` registers it."""
         return self._add_plugin(self._network, operation, inputs, attributes)
+
+    def _collective(self, x, operation: str, reduction: str, ranks: int):
+        trt = self._trt
+        kinds = getattr(trt.CollectiveOperation, operation), getattr(trt.ReduceOperation, reduction)
+        layer = self._network.add_dist_collective(x, *kinds, -1, [])
+        layer.num_ranks = ranks
+        layer.metadata = operation  # which the layer itself does not show
+        return self._out(layer)
 
     def _dtype(self, name: str):
         return getattr(self._trt.DataType, _DTYPES[name])

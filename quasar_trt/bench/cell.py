@@ -96,7 +96,7 @@ def verify_costs(engine: Engine, context: int = 128, repeats: int = 15) -> dict[
 
 
 def peak_memory() -> int:
-    """Highest resident size of this process in bytes.
+    """Highest resident size of this process in bytes, what is on a GPU not counted.
 
     VmHWM where there is one: ru_maxrss may carry the parent's size over from the moment the process was started.
     """
@@ -114,7 +114,7 @@ def _work(connection, engine_dir: Path, runner_options: dict) -> None:
         connection.send(runner.engine.weight_bytes_per_step)
         while (request := connection.recv()) is not None:
             connection.send(measure(runner, *request))
-        connection.send((verify_costs(runner.engine), peak_memory()))
+        connection.send((verify_costs(runner.engine), peak_memory() + runner.engine.device_bytes))
     except QuasarError as error:
         connection.send(error)
 
@@ -133,8 +133,9 @@ class CellHere:
         return measure(self._runner, prompt_ids, sampling_params)
 
     def finish(self) -> tuple[dict[int, float], int]:
-        """As `CellProcess.finish`; the memory is that of all cells."""
-        return verify_costs(self._runner.engine), peak_memory()
+        """As `CellProcess.finish`; the memory of the process is that of all cells."""
+        engine = self._runner.engine
+        return verify_costs(engine), peak_memory() + engine.device_bytes
 
     def __enter__(self) -> CellHere:
         return self
@@ -167,7 +168,8 @@ class CellProcess:
         return self._receive((prompt_ids, sampling_params))
 
     def finish(self) -> tuple[dict[int, float], int]:
-        """Ends the work; returns what `verify_costs` says and the process's peak memory in bytes."""
+        """Ends the work; returns what `verify_costs` says and the process's peak memory in bytes, that of the engine's GPU
+        included."""
         return self._receive(None)
 
     def _receive(self, *requests):

@@ -34,14 +34,20 @@ def _open_reference(directory: Path, manifest: Manifest, threads: int | None) ->
     return ReferenceEngine.from_dir(directory)
 
 
-def _open_tensorrt(directory: Path, manifest: Manifest, threads: int | None) -> Engine:
+def _open_tensorrt(
+    directory: Path, manifest: Manifest, threads: int | None, ranks: Communicator | None = None
+) -> Engine:
     from quasar_trt.engines.tensorrt import TensorRTEngine
 
-    return TensorRTEngine.from_dir(directory)
+    if threads is not None:
+        raise QuasarError(
+            f"threads is {threads}; engine 'tensorrt' has no use for it, its work is the GPU's: leave it out"
+        )
+    return TensorRTEngine.from_dir(directory, ranks)
 
 
 ENGINES = {"cpu": _open_cpu, "reference": _open_reference, "tensorrt": _open_tensorrt}
-OF_SEVERAL_RANKS = ("cpu",)  # those that also take the ranks
+OF_SEVERAL_RANKS = ("cpu", "tensorrt")  # those that also take the ranks
 
 
 def default_engine() -> str:
@@ -52,6 +58,11 @@ def default_engine() -> str:
         return "cpu"
     print(f"warning: using the slow reference engine: {native.UNAVAILABLE}", file=sys.stderr)
     return "reference"
+
+
+def engine_of(manifest: Manifest) -> str:
+    """What "auto" is for an engine directory."""
+    return default_engine() if manifest.target == "cpu" else "tensorrt"
 
 
 def open_engine(directory: Path, engine: str = "auto", threads: int | None = None) -> Engine:
@@ -70,7 +81,7 @@ def open_engine(directory: Path, engine: str = "auto", threads: int | None = Non
         raise QuasarError(f"threads is {threads}; allowed: 1 or more")
     manifest = Manifest.open(directory)
     if engine == "auto":
-        engine = default_engine() if manifest.plan is None else "tensorrt"
+        engine = engine_of(manifest)
     check_ranks(directory, manifest.tp_size, leader.ranks.size if leader else 1)
     if leader is None:
         return ENGINES[engine](directory, manifest, threads)

@@ -72,6 +72,7 @@ def test_a_foreign_config_is_refused(directory, text):
         ({"qkv_bias": True, "dense_bias": True}, Recipe("none"), True),
         ({"qkv_bias": True}, Recipe("none"), False),
         ({"dense_bias": True}, PLAIN, False),
+        ({}, Recipe(rotate=False, static_activations=True), False),
         ({}, Recipe(rotate=False, lm_head="int8"), False),
         ({}, Recipe(rotate=False, lm_head="rescored"), True),  # whose checkpoint has the BF16 head
         ({"rotary_scaling": {"rope_type": "yarn", "factor": 4.0}}, PLAIN, False),
@@ -85,6 +86,9 @@ def test_what_stock_loaders_cannot_express_has_another_architecture(changes, rec
     values = checkpoint_config(config, recipe)
     assert (values["architecture"] == "LlamaForCausalLM") == stock
     assert (values["architecture"] == OWN_ARCHITECTURE) != stock
+    scales = "PER_TENSOR" if recipe.static_activations else "PER_TOKEN"
+    algorithm = f"W8A8_SQ_PER_CHANNEL_{scales}_PLUGIN" if recipe.quantized else None
+    assert values["quantization"]["quant_algo"] == algorithm
     head = [] if recipe.lm_head == "int8" else ["lm_head"]
     assert values["quantization"]["exclude_modules"] == (head if recipe.quantized else None)
 
@@ -98,6 +102,17 @@ def test_norms_over_heads_are_declared_and_have_no_scale(recipe):
     added = spec.keys() - checkpoint_spec(llama, recipe).keys()
     assert added == {f"transformer.layers.{i}.attention.{x}_layernorm.weight" for i in range(3) for x in "qk"}
     assert {(spec[name].dtype, spec[name].shape) for name in added} == {("BF16", (16,))}
+
+
+def test_static_linears_have_a_scale_of_their_input():
+    recipe = Recipe(
+        static_activations=True, exclude=("*.1.attention.dense",), weight_only=("transformer.layers.0.mlp.proj",)
+    )
+    config = tiny_checkpoint(0)[0]
+    spec = checkpoint_spec(config, recipe)
+    added = spec.keys() - checkpoint_spec(config, Recipe(exclude=recipe.exclude)).keys()
+    assert len(added) == 3 * 5 - 1 and {spec[name].shape for name in added} == {(1,)}
+    assert "transformer.layers.0.mlp.proj.act_scale" in added  # measured, and not used
 
 
 def test_excluded_linears_stay_in_bf16_and_are_named():
