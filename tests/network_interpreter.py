@@ -144,7 +144,7 @@ _COMPUTE = {
     "PLUGIN_V3": _plugin,
 }
 # Operation of a collective layer -> what it makes of the tensors of all ranks.
-_COLLECTIVES = {"ALL_REDUCE": sum, "ALL_GATHER": torch.cat}
+COLLECTIVES = {"ALL_REDUCE": sum, "ALL_GATHER": torch.cat}
 
 
 class Interpreter:
@@ -199,7 +199,7 @@ def run_ranks(ranks: Sequence[Interpreter], bindings: Sequence[Mapping[str, Tens
             return outputs
         ((operation, *_), *others), tensors = parts, [tensor for _, tensor in parts]
         assert all(other == operation for other, _ in others)
-        result = _COLLECTIVES[operation](tensors)
+        result = COLLECTIVES[operation](tensors)
 
 
 def _matches(found, declared) -> bool:

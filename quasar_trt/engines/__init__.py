@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from quasar_trt.communicator import Communicator
 from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError, unknown
 from quasar_trt.manifest import Manifest
+from quasar_trt.tensor_parallel import check_ranks
 
 
-def _open_cpu(directory: Path, manifest: Manifest, threads: int | None) -> Engine:
+def _open_cpu(directory: Path, manifest: Manifest, threads: int | None, ranks: Communicator | None = None) -> Engine:
     from quasar_trt.engines.cpu import CpuEngine
 
     if manifest.plan is not None:
@@ -18,7 +20,8 @@ def _open_cpu(directory: Path, manifest: Manifest, threads: int | None) -> Engin
             f"{directory} was built for target '{manifest.target}', engine 'cpu' runs target 'cpu'; on a CPU use engine "
             "'reference', or build it with --target cpu"
         )
-    return CpuEngine(directory / "rank0.engine", max_seq_len=manifest.limits.max_seq_len, threads=threads)
+    path = directory / f"rank{ranks.rank if ranks else 0}.engine"
+    return CpuEngine(path, max_seq_len=manifest.limits.max_seq_len, threads=threads, ranks=ranks)
 
 
 def _open_reference(directory: Path, manifest: Manifest, threads: int | None) -> Engine:
@@ -31,13 +34,20 @@ def _open_reference(directory: Path, manifest: Manifest, threads: int | None) ->
     return ReferenceEngine.from_dir(directory)
 
 
-def _open_tensorrt(directory: Path, manifest: Manifest, threads: int | None) -> Engine:
+def _open_tensorrt(
+    directory: Path, manifest: Manifest, threads: int | None, ranks: Communicator | None = None
+) -> Engine:
     from quasar_trt.engines.tensorrt import TensorRTEngine
 
-    return TensorRTEngine.from_dir(directory)
+    if threads is not None:
+        raise QuasarError(
+            f"threads is {threads}; engine 'tensorrt' has no use for it, its work is the GPU's: leave it out"
+        )
+    return TensorRTEngine.from_dir(directory, ranks)
 
 
 ENGINES = {"cpu": _open_cpu, "reference": _open_reference, "tensorrt": _open_tensorrt}
+OF_SEVERAL_RANKS = ("cpu", "tensorrt")  # those that also take the ranks
 
 
 def default_engine() -> str:
@@ -50,12 +60,20 @@ def default_engine() -> str:
     return "reference"
 
 
+def engine_of(manifest: Manifest) -> str:
+    """What "auto" is for an engine directory."""
+    return default_engine() if manifest.target == "cpu" else "tensorrt"
+
+
 def open_engine(directory: Path, engine: str = "auto", threads: int | None = None) -> Engine:
     """Opens an engine directory after checking its manifest (sizes, format version, header hashes).
 
     engine: "auto" or a key of `ENGINES`. threads: for the engine's own work, default all cores.
-    Raises QuasarError.
+    Of several ranks rank 0 alone returns, with an engine that all of them run (see `ranks.lead`). Raises QuasarError.
     """
+    from quasar_trt.ranks import lead
+
+    leader = lead()
     directory = Path(directory)
     if engine != "auto" and engine not in ENGINES:
         raise unknown("engine", engine, ["auto", *ENGINES])
@@ -63,5 +81,13 @@ def open_engine(directory: Path, engine: str = "auto", threads: int | None = Non
         raise QuasarError(f"threads is {threads}; allowed: 1 or more")
     manifest = Manifest.open(directory)
     if engine == "auto":
-        engine = default_engine() if manifest.plan is None else "tensorrt"
-    return ENGINES[engine](directory, manifest, threads)
+        engine = engine_of(manifest)
+    check_ranks(directory, manifest.tp_size, leader.ranks.size if leader else 1)
+    if leader is None:
+        return ENGINES[engine](directory, manifest, threads)
+    if engine not in OF_SEVERAL_RANKS:
+        raise QuasarError(
+            f"engine '{engine}' runs a single rank, {directory} has tp_size {manifest.tp_size}; engines for several ranks: "
+            f"{', '.join(OF_SEVERAL_RANKS)}"
+        )
+    return leader.open(directory, engine, threads)

@@ -43,8 +43,14 @@ class PlanSizes:
 
     @property
     def capacity(self) -> int:
-        """Tokens of a slot: the last rows of a pass may be padding behind the longest sequence."""
-        return self.limits.max_seq_len + self.limits.max_draft_len + 1
+        """Tokens of a slot: the last rows of a pass may be padding behind the longest sequence. A multiple of 64, so that slots
+        begin at multiples of 256 bytes, as TensorRT wants addresses."""
+        return -(-(self.limits.max_seq_len + self.limits.max_draft_len + 1) // 64) * 64
+
+    def cache_bytes(self, config: ModelConfig) -> int:
+        """Of the keys and values of all slots, BF16, of one rank's `config`."""
+        slot = config.num_key_value_heads * self.capacity * config.head_size
+        return 2 * 2 * config.num_hidden_layers * self.limits.max_batch_size * slot
 
     def cache_bytes(self, config: ModelConfig) -> int:
         """Of the keys and values of all slots, BF16, of one rank's `config`."""
