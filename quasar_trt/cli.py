@@ -1,4 +1,4 @@
-"""The command line: quasar-trt build | generate | chat | bench | eval | info.
+"""The command line: quasar-trt build | generate | chat | serve | bench | eval | info.
 
 Only click and the light modules are imported here; each command imports what it needs when it runs, so `--help` is quick.
 Options are accepted in both spellings, `--output-dir` and `--output_dir`.
@@ -30,6 +30,7 @@ from quasar_trt.cli_options import (
     usage_message,
 )
 from quasar_trt.cli_output import check_outputs, save_json
+from quasar_trt.cli_serve import serve
 from quasar_trt.communicator import launched_size
 from quasar_trt.errors import QuasarError
 from quasar_trt.plan import PLAN_TARGETS
@@ -187,6 +188,9 @@ def chat(engine_dir, system, drafter, drafter_option, engine, threads, kv_cache_
     note_defaults(model, sampling)
     console = Console()
     converse(Chat(runner, dataclasses.replace(CHAT, **model | sampling), system, console), console)
+
+
+cli.add_command(serve)
 
 
 def open_runner(engine_dir, drafter, drafter_option, engine, threads, kv_cache_memory_bytes) -> Runner:

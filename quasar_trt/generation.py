@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial, reduce
 from operator import add
 
-from quasar_trt.errors import QuasarError
+from quasar_trt.errors import RequestFailed
 from quasar_trt.logprobs import Logprob, by_token
 from quasar_trt.outputs import CompletionOutput, RequestOutput, StreamOutput
 from quasar_trt.request import Request
@@ -42,7 +42,7 @@ class Generation:
     def pieces(self) -> Iterator[StreamOutput]:
         """What is new since the last call, one piece for each completion that has advanced or ended.
 
-        Raises QuasarError when one has failed.
+        Raises RequestFailed when one has.
         """
         for request, told in list(self._told.items()):
             new = request.context[told:]
@@ -53,7 +53,7 @@ class Generation:
             if new or (ended and not request.error):
                 yield self._piece(request, new)
             if request.error:
-                raise QuasarError(request.error)
+                raise RequestFailed(request.error)
 
     def output(self) -> RequestOutput:
         """The answer, once all is finished."""
@@ -74,6 +74,8 @@ class Generation:
                     request.stop_reason,
                     self._logprobs(request),
                     partial(self._text, request),
+                    request.origins,
+                    request.text_offsets,
                 )
                 for request in self.requests
             ],
@@ -83,13 +85,17 @@ class Generation:
 
     def _piece(self, request: Request, new: list[int]) -> StreamOutput:
         detokenizer = request.stop.detokenizer if self._streams else None
+        first = len(request.token_ids) - len(new)
         return StreamOutput(
             detokenizer.say() if detokenizer else "",
             new,
             request.finish_reason,
             request.stop_reason,
-            self._logprobs(request, len(request.token_ids) - len(new)),
+            self._logprobs(request, first),
             request.sample_index,
+            request.origins[first:],
+            request.text_offsets[first:],
+            request.metrics if request.finish_reason else None,
         )
 
     def _logprobs(self, request: Request, first: int = 0) -> list[dict[int, Logprob]] | None:

@@ -23,6 +23,9 @@ ABORT = "abort"
 ERROR = "error"
 TIMEOUT = "timeout"
 
+# Where an emitted token came from; PLAIN: nothing was drafted.
+ACCEPTED, RECOVERED, BONUS, PLAIN = "accepted", "recovered", "bonus", "plain"
+
 
 class Request:
     """Prompt, emitted ids and everything that decides the next one.
@@ -31,6 +34,7 @@ class Request:
     detokenizer: where text is needed as the tokens come: for stop texts and for streams.
     bad_words: the ids of each bad word.
     timeout: seconds after which a pass that begins finds the request ended, waiting included; None for no limit.
+    drafts: whether the drafter may propose for it.
 
     context: prompt and emitted ids; the drafter reads this very list.
     siblings: the requests for all completions of the prompt, this one included.
@@ -39,6 +43,8 @@ class Request:
     sequence: the engine's handle while the request is active, else None.
     num_cached: ids of the context whose rows are in the engine's cache.
     logprobs, prompt_logprobs: one entry per emitted token, and per token of the prompt but the first; empty unless asked for.
+    origins: of each emitted token: ACCEPTED, RECOVERED, BONUS or PLAIN.
+    text_offsets: characters of the text before each emitted token; empty without a detokenizer.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class Request:
         detokenizer: Detokenizer | None = None,
         bad_words: Sequence[Sequence[int]] = (),
         timeout: float | None = None,
+        drafts: bool = True,
     ):
         self.id = request_id
         self.prompt = prompt
@@ -65,6 +72,7 @@ class Request:
         processors = LogitsProcessors.for_request(params, self.context, self.stop.end_token_ids, bad_words)
         self.sampler = Sampler(params, sample_index, processors)
         self.timeout = timeout
+        self.drafts = drafts
         self.metrics = SpeculationMetrics()
         self.service = ServiceMetrics()
         self.siblings: Sequence[Request] = (self,)
@@ -76,6 +84,8 @@ class Request:
         self.num_cached = 0
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.origins: list[str] = []
+        self.text_offsets: list[int] = []
         self._ended: tuple[str | None, str | None] = None, None  # reason and error, where its tokens did not end it
         self._scores_prompt = params.prompt_logprobs is not None and sample_index == 0
         # Of the pass that was accepted last and is not committed yet.
@@ -163,7 +173,7 @@ class Request:
         self._commit_prompt_logprobs()
         self.num_cached += len(chunk)
 
-    def commit(self, chunk: Sequence[int], acceptance: Acceptance) -> tuple[list[int], int]:
+    def commit(self, chunk: Sequence[int], draft: Draft, acceptance: Acceptance) -> tuple[list[int], int]:
         """Appends what was emitted, up to the id that finishes the request.
 
         Returns what was appended, and how many of its ids were draft tokens.
@@ -171,8 +181,12 @@ class Request:
         num_accepted_tokens = max(acceptance.num_accepted_tokens - self._num_scored(chunk), 0)
         self._commit_prompt_logprobs()
         before = len(self.context)
-        for token in acceptance.emitted:
+        detokenizer = self.stop.detokenizer
+        for index, token in enumerate(acceptance.emitted):
             self.context.append(token)
+            self.origins.append(ACCEPTED if index < num_accepted_tokens else _last_origin(index, draft))
+            if detokenizer:
+                self.text_offsets.append(len(detokenizer.text))
             if self.stop.emit(token):
                 break
         self.num_cached = before + num_accepted_tokens
@@ -195,3 +209,10 @@ class Request:
     def _commit_prompt_logprobs(self) -> None:
         self.prompt_logprobs += self._new_prompt_logprobs
         self._new_prompt_logprobs = []
+
+
+def _last_origin(num_accepted_tokens: int, draft: Draft) -> str:
+    """Of the token that a pass emits besides those that it accepted."""
+    if not draft.ids:
+        return PLAIN
+    return BONUS if num_accepted_tokens == len(draft) else RECOVERED

@@ -224,8 +224,12 @@ class Runner:
         *,
         detokenize: bool = True,
         timeout: float | None = None,
+        drafts: bool = True,
     ) -> Generation:
-        """A checked prompt, for whoever calls `submit`, `step` and `abort` himself. Parameters and errors as in `stream`."""
+        """A checked prompt, for whoever calls `submit`, `step` and `abort` himself. Parameters and errors as in `stream`.
+
+        drafts: False decodes it plainly, which changes no token (with drafters that give no probabilities).
+        """
         params = self.default_sampling_params if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise QuasarError(
@@ -255,6 +259,7 @@ class Runner:
                     detokenizer=self._detokenizer(params) if detokenizes else None,
                     bad_words=bad_words,
                     timeout=timeout,
+                    drafts=drafts,
                 )
             )
             self._num_requests += 1
