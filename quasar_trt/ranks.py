@@ -11,6 +11,7 @@ import functools
 import hashlib
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -148,10 +149,8 @@ class _Follower:
         engine = self._engines[order.engine]
         for method, arguments in order.calls:
             getattr(engine, method)(*arguments)
-        try:
+        with suppress(_Undone):
             engine.step(order.batch, self._accept)
-        except _Undone:
-            pass
 
     def _accept(self, index: int, _rows: object) -> Acceptance:
         accepted = self._listen()[0]
