@@ -128,7 +128,7 @@ class Scheduler:
             accepted = perf_counter()
             accept_seconds += accepted - began
             if self._reads_logits and request.finish_reason is None and request.reaches_end(chunks[index]):
-                self._drafter.read(request.id, draft, logits[-1 - len(draft) :])
+                self._drafter.read(request.id, draft, logits[-1 - len(draft) :])  # behind those of a scored prompt
                 read_seconds += perf_counter() - accepted
             return acceptance
 

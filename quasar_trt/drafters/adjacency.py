@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 NUM_CANDIDATES = 8
-_BLOCK = 64  # logits whose largest is looked at first
+_COLUMNS = 1024  # groups of logits, each so many ids apart, whose largest are looked at first
 
 # Kinds of candidates, for estimates of their acceptance: classes of their probability among the row's best, and what
 # followed the token in a prompt while no row of it has been seen.
@@ -61,22 +61,17 @@ def largest(logits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Ids and values [rows, count] of the largest logits of each row [rows, vocab], in falling order; fewer where there are
     fewer. NaN is among them if it is in the row.
 
-    Sorting out whole rows would take longer than a pass of a small model: the largest values lie in the `count` blocks that
-    have the largest maxima, or behind the last whole block.
+    Sorting out whole rows would take as long as a pass of a small model: the largest values lie in the `count` groups that have
+    the largest maxima, or behind the last id that has its place in all groups.
     """
     rows, vocab = logits.shape
-    count = min(count, vocab)
-    num_blocks = vocab // _BLOCK
-    ids = np.broadcast_to(np.arange(vocab), logits.shape)
-    if num_blocks > count:
-        end = num_blocks * _BLOCK
-        maxima = logits[:, :end].reshape(rows, num_blocks, _BLOCK).max(axis=2)
-        best = np.argpartition(maxima, -count, axis=1)[:, -count:]
-        inside = (best[:, :, None] * _BLOCK + np.arange(_BLOCK)).reshape(rows, -1)
-        ids = np.concatenate([inside, ids[:, end:]], axis=1)
-        logits = np.take_along_axis(logits, ids, axis=1)
-    order = np.argpartition(logits, -count, axis=1)[:, -count:]
-    values = np.take_along_axis(logits, order, axis=1)
-    falling = np.argsort(-values, axis=1, kind="stable")
-    order = np.take_along_axis(order, falling, axis=1)
-    return np.take_along_axis(ids, order, axis=1), np.take_along_axis(values, falling, axis=1)
+    count, end = min(count, vocab), vocab // _COLUMNS * _COLUMNS
+    each = np.arange(rows)[:, None]
+    ids = np.broadcast_to(np.arange(end, vocab), (rows, vocab - end))
+    if end:
+        maxima = logits[:, :end].reshape(rows, -1, _COLUMNS).max(axis=1)
+        best = maxima.argpartition(-count, axis=1)[:, -count:, None]
+        ids = np.concatenate([(best + np.arange(0, end, _COLUMNS)).reshape(rows, -1), ids], axis=1)
+    values = logits[each, ids]
+    falling = values.argsort(axis=1)[:, : -count - 1 : -1]
+    return ids[each, falling], values[each, falling]

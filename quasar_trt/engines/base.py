@@ -68,9 +68,9 @@ class Acceptance:
     path: tuple[int, ...] | None = None
 
     @property
-    def rows(self) -> range | tuple[int, ...]:
-        """The rows of logits that the emitted ids came from, in their order."""
-        return range(len(self.emitted)) if self.path is None else (0, *[index + 1 for index in self.path])
+    def rows(self) -> Sequence[int]:
+        """The rows of logits of the last committed and the kept draft tokens, from which the emitted ids came in turn."""
+        return range(self.num_accepted_tokens + 1) if self.path is None else (0, *[index + 1 for index in self.path])
 
     def after(self, count: int) -> Acceptance:
         """The same where `count` kept draft tokens come before the draft (see `Draft.after`)."""

@@ -20,7 +20,7 @@ from quasar_trt.sampling_params import SamplingParams
 SAMPLER = Sampler(SamplingParams())
 
 
-@pytest.mark.parametrize("vocab", [3, 8, 60, 64, 512, 577, 700, 5000])
+@pytest.mark.parametrize("vocab", [3, 8, 500, 1024, 1500, 5000])
 def test_largest_logits_come_in_falling_order(vocab):
     generator = np.random.default_rng(vocab)
     padded = generator.normal(0, 3, (5, vocab + 13)).astype(np.float32)
