@@ -18,12 +18,20 @@ class Generation:
     requests: one for each completion.
     streams: whether the text is decoded as the tokens come.
     tokenizer: gives the tokenizer, or None where there is none; called when text is first needed.
+    token_texts: texts of single tokens, as far as they are known; kept for all generations of a runner.
     """
 
-    def __init__(self, requests: list[Request], streams: bool, tokenizer: Callable[[], object | None]):
+    def __init__(
+        self,
+        requests: list[Request],
+        streams: bool,
+        tokenizer: Callable[[], object | None],
+        token_texts: dict[int, str],
+    ):
         self.requests = requests
         self._streams = streams
         self._tokenizer = tokenizer
+        self._token_texts = token_texts
         self._told = {request: request.num_prompt_tokens for request in requests}  # ids; of those with more to tell
 
     @property
@@ -124,4 +132,6 @@ class Generation:
             return None
         from quasar_trt.tokenizer import decode
 
-        return decode(tokenizer, [token], skip_special_tokens=False)
+        if token not in self._token_texts:
+            self._token_texts[token] = decode(tokenizer, [token], skip_special_tokens=False)
+        return self._token_texts[token]

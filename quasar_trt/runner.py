@@ -68,6 +68,7 @@ class Runner:
         self.eos_token_ids = tuple(eos_token_ids)
         self.default_sampling_params = default_sampling_params or SamplingParams()
         self._num_requests = 0
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def from_dir(
@@ -265,7 +266,7 @@ class Runner:
             self._num_requests += 1
         for request in requests:
             request.siblings = requests
-        return Generation(requests, detokenize, lambda: self.tokenizer)
+        return Generation(requests, detokenize, lambda: self.tokenizer, self._token_texts)
 
     def submit(self, generation: Generation) -> None:
         """Queues it, behind what was submitted before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import time
 
@@ -38,6 +38,12 @@ class Backend:
         served = self.options.served_model_name
         if name is not None and name != served:
             raise ApiError(404, f"model is {name!r}; allowed: {served!r}", "model", "model_not_found")
+
+    def check_ids(self, name: str, ids: Sequence[int]) -> None:
+        """Raises ApiError for token ids that are none of the model's, in the parameter `name`."""
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            wrong = next(token for token in ids if not 0 <= token < self.vocab_size)
+            raise ApiError(400, f"{name} has token id {wrong}; allowed: 0 to {self.vocab_size - 1}", name)
 
     def drafts(self, drafter: str | None) -> bool:
         """Whether a request that asks for this drafter is drafted. Raises ApiError for one that is not there."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from quasar_trt.errors import QuasarError
 from quasar_trt.server.backend import Backend
 from quasar_trt.server.exchange import Exchange, scored
 from quasar_trt.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -25,6 +24,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     backend.check_model(body.model)
     params = body.sampling_params(**backend.sampling)
     prompts = [await backend.text.encode(each) if isinstance(each, str) else each for each in body.prompts]
+    for prompt in prompts:
+        backend.check_ids("prompt", prompt)
     echoes = None
     if body.echo:
         texts = [each if isinstance(each, str) else await backend.text.decode(each) for each in body.prompts]
@@ -63,6 +64,5 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
     """Text of ids, special tokens included."""
     backend = backend_of(request)
     backend.check_model(body.model)
-    if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < backend.vocab_size:
-        raise QuasarError(f"tokens has an id outside of the vocabulary; allowed: 0 to {backend.vocab_size - 1}")
+    backend.check_ids("tokens", body.tokens)
     return {"prompt": await backend.text.decode(body.tokens)}

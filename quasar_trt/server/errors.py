@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from quasar_trt.errors import QuasarError, RequestFailed, RunnerBusy
-from quasar_trt.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
+from quasar_trt.server.protocol import ChatRequest, CompletionRequest, utf8
 
 LOG = logging.getLogger("quasar_trt.server")
 RETRY_SECONDS = 1
-_PARAMETERS = {*CompletionRequest.model_fields, *ChatRequest.model_fields, *DetokenizeRequest.model_fields}
+_PARAMETERS = {*CompletionRequest.model_fields, *ChatRequest.model_fields}
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -28,8 +28,8 @@ class ApiError(HTTPException):
     """What a client is told instead of an answer. param: the parameter that is wrong; code: for programs."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
-        super().__init__(status, message, _headers(status))
-        self.param = param
+        super().__init__(status, utf8(message), _headers(status))
+        self.param = param and utf8(param)
         self.code = code
 
     def body(self) -> dict[str, object]:

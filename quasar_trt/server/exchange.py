@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from time import perf_counter, time
 
 from starlette.responses import JSONResponse
 
+from quasar_trt.errors import QuasarError, RequestFailed
 from quasar_trt.metrics import SpeculationMetrics, stats_line
 from quasar_trt.outputs import StreamOutput
 from quasar_trt.sampling_params import SamplingParams
@@ -46,7 +49,7 @@ class Exchange:
 
     async def _whole(self) -> JSONResponse:
         generate, params = self._backend.runner.generate, self._params
-        try:
+        with self._reported():
             answers = await all_of([generate(prompt, params, **self._options) for prompt in self._shape.prompts])
             choices = []
             for index, answer in enumerate(answers):
@@ -54,19 +57,17 @@ class Exchange:
                 for output in answer.outputs:
                     self._reasons.append(output.finish_reason)
                     if output.finish_reason == "error":
-                        raise ApiError(500, str(output.stop_reason))
+                        raise RequestFailed(str(output.stop_reason))
                     choices.append(self._shape.choice(index, answer, output))
-            return JSONResponse(self._body(self._shape.whole, choices) | {"usage": self._usage()})
-        finally:
-            self._report()
+        return JSONResponse(self._body(self._shape.whole, choices) | {"usage": self._usage()})
 
     async def _stream(self) -> EventStream:
         stream, params = self._backend.runner.stream, self._params
         pieces = merged([stream(prompt, params, **self._options) for prompt in self._shape.prompts])
         try:
             first = await anext(pieces)
-        except BaseException:
-            self._report()
+        except BaseException as error:
+            self._report(error)
             raise
         return EventStream(self._events(first, pieces))
 
@@ -74,21 +75,19 @@ class Exchange:
         shown = self._request.stream_options is not None and self._request.stream_options.include_usage
         no_usage = {"usage": None} if shown else {}
         body = self._body(self._shape.piece, [])
-        try:
-            async for prompt, piece in _behind(first, pieces):
-                if piece.metrics:
-                    self._metrics += piece.metrics
-                    self._reasons.append(piece.finish_reason)
-                if choice := self._shape.delta(prompt, piece):
-                    yield event(body | {"choices": [choice]} | no_usage)
-            if shown:
-                yield event(body | {"usage": self._usage()})
-        except Exception as error:  # the status line is gone: what went wrong is told as an event
-            self._reasons.append("error")
-            yield event(api_error(error).body())
-        finally:
-            await pieces.aclose()
-            self._report()
+        with self._reported():
+            async with contextlib.aclosing(pieces):
+                try:
+                    async for prompt, piece in _behind(first, pieces):
+                        if piece.metrics:
+                            self._metrics += piece.metrics
+                            self._reasons.append(piece.finish_reason)
+                        if choice := self._shape.delta(prompt, piece):
+                            yield event(body | {"choices": [choice]} | no_usage)
+                    if shown:
+                        yield event(body | {"usage": self._usage()})
+                except Exception as error:  # the status line is gone: what went wrong is told as an event
+                    yield event(api_error(error).body())
         yield DONE
 
     def _body(self, kind: str, choices: list[dict]) -> dict[str, object]:
@@ -103,12 +102,24 @@ class Exchange:
     def _usage(self) -> dict[str, object]:
         return usage(self._num_prompt_tokens, self._metrics)
 
-    def _report(self) -> None:
-        """One line in the log, once nothing more comes; a completion that nobody waited for has no reason."""
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._report(error)
+            raise
+        self._report(None)
+
+    def _report(self, error: BaseException | None) -> None:
+        """One line in the log once nothing more comes, unless the request was refused."""
+        if isinstance(error, QuasarError) and not isinstance(error, RequestFailed):
+            return
         seconds = perf_counter() - self._began
         emitted = self._metrics.num_emitted_tokens
-        num_completions = len(self._shape.prompts) * self._params.n
-        reasons = self._reasons + ["disconnected"] * (num_completions - len(self._reasons))
+        missing = len(self._shape.prompts) * self._params.n - len(self._reasons)
+        gone = isinstance(error, asyncio.CancelledError | GeneratorExit)
+        reasons = self._reasons + ["disconnected" if gone else "error"] * missing
         self._backend.metrics.count_completions(self._num_prompt_tokens, reasons)
         LOG.info(
             "%s%s: %d prompt tokens, %d emitted in %.3f s, %s, %s",

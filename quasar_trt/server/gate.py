@@ -10,7 +10,7 @@ from quasar_trt.server.backend import Backend
 from quasar_trt.server.body import Body
 from quasar_trt.server.errors import ApiError, api_error
 
-_OPEN_PATHS = ("/", "/health", "/version", "/metrics", "/page/")  # need no key, and are answered while the server stops
+_OPEN_PATHS = ("/", "/health", "/version", "/metrics")  # need no key, and are answered while the server stops
 
 
 class Gate:
@@ -73,7 +73,8 @@ class Gate:
             raise ApiError(503, "the server is stopping; ask another one, or later")
         key = self._backend.options.api_key
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if key is not None and not secrets.compare_digest(given, b"Bearer " + key.encode()):
+        scheme, _, token = given.partition(b" ")
+        if key is not None and not (scheme.lower() == b"bearer" and secrets.compare_digest(token, key.encode())):
             raise ApiError(
                 401, "the API key is missing or wrong; send 'Authorization: Bearer KEY'", code="invalid_api_key"
             )

@@ -54,7 +54,12 @@ class Body(BaseModel):
 
 def wrong(name: str, message: str) -> PydanticCustomError:
     """The error for one parameter."""
-    return PydanticCustomError("parameter", "{message}", {"name": name, "message": message})
+    return PydanticCustomError("parameter", "{message}", {"name": utf8(name), "message": utf8(message)})
+
+
+def utf8(text: str) -> str:
+    """With halves of surrogate pairs, which JSON may hold and UTF-8 may not, in digits."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class StreamOptions(Body):

@@ -119,7 +119,7 @@ async def _serve(runner, tokenizer, options, bound, sampling, started) -> None:
         timeout_keep_alive=_IDLE_SECONDS,
         limit_concurrency=_MAX_CONNECTIONS,
     )
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what clients send wrong is theirs to know
     await Server(config, backend, started).serve(sockets=[bound])
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(async_runner.shutdown(drain=False), _ABORT_SECONDS)

@@ -37,6 +37,7 @@ def test_counts_are_those_of_the_answers():
         _, _, answer = server.request(PATH, body)
         server.request(PATH, body | {"stream": True, "max_tokens": 1})
         server.refusal(PATH, body | {"top_p": 7})
+        server.refusal(PATH, body | {"stop_token_ids": [999], "stream": True})
         server.refusal("/nowhere", None)
         found = read(server)
     speculation = answer["usage"]["speculation"]
@@ -47,8 +48,9 @@ def test_counts_are_those_of_the_answers():
     per_position = [found["spec_decode_num_accepted_tokens_per_pos_total", str(n)] for n in range(3)]
     assert sum(per_position) == speculation["num_accepted_tokens"] and per_position[0] == speculation["num_drafts"]
     assert found["request_success_total", "length"] == 2
+    assert [name for name in found if name[0] == "request_success_total"] == [("request_success_total", "length")]
     assert found["http_requests_total", PATH, "200"] == 2
-    assert found["http_requests_total", PATH, "400"] == 1
+    assert found["http_requests_total", PATH, "400"] == 2
     assert found["http_requests_total", "other", "404"] == 1
     assert found["num_requests_running",] == found["num_requests_waiting",] == 0
     assert 0 <= found["kv_cache_usage_perc",] <= 1
