@@ -80,15 +80,14 @@ class Trial:
         return float(torch.linalg.vector_norm(self._difference, dtype=torch.float64)) / self._size
 
     def static_error(self, s: Tensor, scale: Tensor) -> float:
-        """The mean over rows of |row of Q(x / s) Q(weight * s)^T - row of output| / |row of output|, with one scale for all of x.
+        """The mean over rows of |(Q(x / s) - x / s) (weight * s)^T| / |x weight^T|, Q with one `scale` for all of x.
 
         By row, because one far above the others, which a fixed scale serves well, would hide what it does to those. A row of
         zeros has the error 0.
         """
         y = self._transformed(self.x / s)
-        q = (y / scale).round_().clamp_(-128, 127).mul_(scale)
-        w = self._rounded(torch.mul(self._weight, s, out=self._scaled), 127)
-        torch.addmm(self._output, q, w.T, beta=-1, out=self._difference)
+        lost = (y / scale).round_().clamp_(-128, 127).mul_(scale).sub_(y)
+        torch.mm(lost, self._transformed(self._weight * s).T, out=self._difference)
         sizes = self._output.norm(dim=1)
         return float((self._difference.norm(dim=1) / sizes)[sizes > 0].sum() / len(sizes))
 
