@@ -26,6 +26,7 @@ class RecordedLayer:
 
     def __init__(self, network, kind, inputs, infer, **attributes):
         self.type = getattr(network.trt.LayerType, kind)
+        self.name = kind
         self.inputs = list(inputs)
         self._network = network
         self._infer = infer
@@ -87,6 +88,13 @@ def _sliced(layer):
     x = layer.inputs[0]
     sizes = dict(zip(layer.axes, layer.shape if layer.num_inputs == 1 else [-1], strict=True))
     return x.dtype, [sizes.get(axis, size) for axis, size in enumerate(x.shape)]
+
+
+def _joined(layer):
+    values = [tensor.values for tensor in layer.inputs]
+    shape = list(layer.inputs[0].shape)
+    shape[layer.axis] = sum(tensor.shape[layer.axis] for tensor in layer.inputs)
+    return layer.inputs[0].dtype, shape, None if None in values else sum(values, ())
 
 
 def _reduced(layer):
@@ -168,10 +176,7 @@ class RecordedNetwork:
         return RecordedLayer(self, "SHAPE", [x], lambda layer: (self.trt.int64, (len(x.shape),), x.shape))
 
     def add_concatenation(self, tensors):
-        values = sum((tensor.values for tensor in tensors), ())
-        return RecordedLayer(
-            self, "CONCATENATION", tensors, lambda layer: (tensors[0].dtype, (len(values),), values), axis=None
-        )
+        return RecordedLayer(self, "CONCATENATION", tensors, _joined, axis=None)
 
     def add_elementwise(self, x, y, operation):
         return RecordedLayer(self, "ELEMENTWISE", [x, y], _broadcast, op=operation)

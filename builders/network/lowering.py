@@ -21,6 +21,7 @@ from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins.reference import hadamard_matrix
 from quasar_trt.recipe import RESCORED, Recipe
 
+_BF16_ONE = 0x3F80  # its bits
 _FINAL_NORM, _HEAD = (name.removesuffix(".weight") for name in (FINAL_NORM, HEAD))
 
 
@@ -46,7 +47,7 @@ class WeightOnly:
 
     def norm(self, norm: str, x, linear: str):
         """What `linear`, which reads `norm`, and those beside it read: RMSNorm of x float32."""
-        return self._read(self.rms_norm(norm, x), linear)
+        return self._read(self._norm(norm, x), linear)
 
     def smooth(self, x, linear: str):
         """What `linear`, which has an explicit smoother where it is quantized, reads of x."""
@@ -88,7 +89,7 @@ class WeightOnly:
         if config.tp_size == 1:
             return logits
         logits = writer.join_columns(logits, config.tp_size)
-        return writer.slice_columns(logits, 0, config.vocab_size)  # without the padding, which comes last
+        return writer.part(logits, 0, config.vocab_size)  # without the padding, which comes last
 
     def _head_product(self, x):
         """The head's logits of x before anything is rescored."""
@@ -105,7 +106,10 @@ class WeightOnly:
         return writer.replace_columns(logits, best, exact)
 
     def _final_states(self, x):
-        return self.writer.cast(self.rms_norm(_FINAL_NORM, x), self.dtype)
+        return self.writer.cast(self._norm(_FINAL_NORM, x), self.dtype)
+
+    def _norm(self, name: str, x):
+        return self.rms_norm(x, self.tensors[f"{name}.weight"][None])
 
     def _read(self, y, linear: str):
         """What `linear` reads of its smoothed input."""
@@ -124,15 +128,17 @@ class WeightOnly:
         writer, bias = self.writer, self.tensors.get(f"{name}.bias")
         return y if bias is None else writer.add(y, writer.cast(writer.constant(bias, (1, bias.size)), self.dtype))
 
-    def rms_norm(self, norm: str, x, rank: int = 2):
-        """RMSNorm over the last axis of x of that rank, float32 (arXiv 1910.07467)."""
-        writer = self.writer
+    def rms_norm(self, x, weight: np.ndarray):
+        """RMSNorm over the last axis of x, float32 (arXiv 1910.07467); weight BF16, of as many axes as x."""
+        writer, rank = self.writer, weight.ndim
         x = writer.cast(x, "float32")
         mean = writer.mean(writer.multiply(x, x), rank - 1)
         root = writer.square_root(writer.add(mean, writer.scalar(self.config.norm_epsilon, rank)))
-        weight = self.tensors[f"{norm}.weight"]
-        weight = writer.cast(writer.constant(weight, (1,) * (rank - 1) + weight.shape), "float32")
-        return writer.multiply(writer.divide(x, root), weight)
+        normed = writer.divide(x, root)
+        # Those of a rotated model are ones. For each other weight TensorRT-RTX has a kernel, alike but for a comment of its values.
+        if (weight == _BF16_ONE).all():
+            return normed
+        return writer.multiply(normed, writer.cast(writer.constant(weight), "float32"))
 
     def _block(self, linear: str) -> int:
         """Columns of the Hadamard blocks before a linear, 0 for none."""

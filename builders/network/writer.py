@@ -29,6 +29,7 @@ class NetworkWriter:
         self._add_plugin = add_plugin
         self.constants: list[np.ndarray] = []  # in order; the network refers to their memory until it is compiled
         self._of_memory: dict[tuple, object] = {}
+        self._scalars: dict[tuple[float, int], object] = {}
 
     def input(self, name: str, dtype: str, shape: Sequence[int]):
         """An input binding; -1 is a size that each pass chooses."""
@@ -51,8 +52,10 @@ class NetworkWriter:
         return self._of_memory[key]
 
     def scalar(self, value: float, rank: int):
-        """A float32 constant that broadcasts over tensors of this rank."""
-        return self.constant(np.full((1,) * rank, value, np.float32))
+        """A float32 constant that broadcasts over tensors of this rank; the same is one constant."""
+        if (value, rank) not in self._scalars:
+            self._scalars[value, rank] = self.constant(np.full((1,) * rank, value, np.float32))
+        return self._scalars[value, rank]
 
     def cast(self, x, dtype: str):
         """x itself where it has this dtype already."""
@@ -68,11 +71,15 @@ class NetworkWriter:
         layer.reshape_dims = tuple(shape)
         return self._out(layer)
 
-    def slice_columns(self, x, start: int, count: int):
-        """Columns of x [rows, columns]."""
+    def part(self, x, start: int, count: int):
+        """Columns of x [rows, columns], heads of x [batch, heads, rows, size]."""
         layer = self._network.add_slice(x, (start,), (count,), (1,))
         layer.axes = (1,)
         return self._out(layer)
+
+    def join_heads(self, tensors):
+        """Tensors [batch, heads, rows, size] as one."""
+        return self._joined(tensors, 1)
 
     def first_rows(self, x, count):
         """The first rows of x [batch, heads, capacity, size], as many as the input `count`, int64 [1], says."""
@@ -87,9 +94,7 @@ class NetworkWriter:
 
     def head_sizes(self, batch_and_rows, heads: int, size: int):
         """int64 [4]: batch, rows, heads, size, of batch_and_rows int64 [2]."""
-        layer = self._network.add_concatenation([batch_and_rows, self.constant(np.array([heads, size], np.int64))])
-        layer.axis = 0
-        return self._out(layer)
+        return self._joined([batch_and_rows, self.constant(np.array([heads, size], np.int64))], 0)
 
     def to_heads(self, x, sizes):
         """x [batch * rows, heads * size] -> [batch, heads, rows, size], by `head_sizes`."""
@@ -197,6 +202,11 @@ class NetworkWriter:
         """The outputs of an operation as `quasar_trt.plugins.tensorrt` registers it."""
         return self._add_plugin(self._network, operation, inputs, attributes)
 
+    def _joined(self, tensors, axis: int):
+        layer = self._network.add_concatenation(tensors)
+        layer.axis = axis
+        return self._out(layer)
+
     def _collective(self, x, operation: str, reduction: str, ranks: int):
         trt = self._trt
         kinds = getattr(trt.CollectiveOperation, operation), getattr(trt.ReduceOperation, reduction)
@@ -211,6 +221,8 @@ class NetworkWriter:
     def _elementwise(self, x, y, operation: str):
         return self._out(self._network.add_elementwise(x, y, getattr(self._trt.ElementWiseOperation, operation)))
 
-    @staticmethod
-    def _out(layer):
-        return layer.get_output(0)
+    def _out(self, layer):
+        """The output, under a short name: the names that TensorRT gives are part of a plan, many times over."""
+        tensor = layer.get_output(0)
+        layer.name = tensor.name = str(self._network.num_layers)
+        return tensor

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import tensorrt_rtx as trt
 import torch
-from ranks import SIZES, shards
+from ranks import SIZES, forward, shards
 from recorded_network import RecordedNetwork
 from tiny import LLAMA3, MODELS, random_ids, tiny_checkpoint
 from tiny_network import InterpretedDecoder, decoder_graph, real_network
 
+from quasar_trt.architectures import hadamard_blocks
 from quasar_trt.engines.reference import ReferenceModel
 from quasar_trt.recipe import Recipe
 from quasar_trt.tensor_parallel import rank_config
@@ -100,8 +101,10 @@ def test_network_decodes_as_the_reference_model(architecture):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_network_of_every_recipe_decodes_as_the_reference_model(name):
-    # A sum in another order may move an 8-bit code by one: 1/127 of a row's largest activation, or of the largest in calibration.
-    atol = 0.05 if RECIPES[name].activations == 8 else 2e-3
+    # A sum in another order may move an 8-bit code by one: 1/127 of a row's largest activation, or of the largest in calibration,
+    # where the reference model's 16-bit codes, which the network does not round to, move more of them.
+    recipe = RECIPES[name]
+    atol = 0.15 if recipe.weight_only else 0.05 if recipe.activations == 8 else 2e-3
     model = tiny_checkpoint(recipe=RECIPES[name], architecture="Qwen3ForCausalLM", attention_bias=True)
     check_decoding(*model, atol, plugins=name not in WITHOUT_PLUGINS)
 
@@ -113,13 +116,24 @@ def test_network_of_every_recipe_decodes_as_the_reference_model(name):
         ("Qwen3ForCausalLM", 3, "float"),
         ("PanguEmbeddedForCausalLM", 2, "weight only, INT8 head, exclusions"),
         ("LlamaForCausalLM", 3, "static, rotated"),  # three ranks have the Hadamard blocks of one
-        ("Qwen2ForCausalLM", 2, "plugin, INT8 head, exclusions"),
     ],
 )
 def test_ranks_together_decode_as_the_reference_model(architecture, tp_size, name):
     config, recipe, tensors = tiny_checkpoint(recipe=RECIPES[name], architecture=architecture, **SIZES)
     atol = {None: 2e-4, 16: 2e-3, 8: 0.05}[recipe.activations]
-    check_decoding(config, recipe, tensors, atol, plugins=name.startswith("plugin"), tp_size=tp_size)
+    check_decoding(config, recipe, tensors, atol, tp_size=tp_size)
+
+
+@pytest.mark.parametrize("tp_size", [2, 3])
+def test_ranks_with_plugins_quantize_their_own_shares(tp_size):
+    recipe = RECIPES["plugin, INT8 head, exclusions"]
+    config, recipe, tensors = tiny_checkpoint(recipe=recipe, architecture="PanguEmbeddedForCausalLM", **SIZES)
+    rank, parts = rank_config(config, tp_size), shards(config, tensors, tp_size)
+    graphs = [decoder_graph(RecordedNetwork(trt), rank, recipe, part, plugins=True) for part in parts]
+    ids = random_ids(config, 20)
+    (found,) = InterpretedDecoder(*graphs, slots=1)([ids], [0])
+    expected = forward(rank, recipe, parts, hadamard_blocks(rank, recipe), ids)
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0)
 
 
 def test_ranks_rescore_the_best_of_their_own_shares():

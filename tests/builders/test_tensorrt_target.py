@@ -164,7 +164,7 @@ def test_a_model_larger_than_the_memory_is_refused_with_both_numbers(model_dir, 
 
 
 def test_static_scales_are_compiled_as_explicit_quantization_and_measured(model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(layer_quantizer, "LARGEST_STATIC_ERROR", 0.05)
+    monkeypatch.setattr(layer_quantizer, "LARGEST_STATIC_ERROR", 0.01)
     out, limits = tmp_path / "out", dataclasses.asdict(LIMITS)
     recipe = Recipe(static_activations=True, lm_head="rescored")
     build(str(model_dir), out, recipe, target="tensorrt-rtx", sm=(80,), **QUICK, **limits)
@@ -172,7 +172,7 @@ def test_static_scales_are_compiled_as_explicit_quantization_and_measured(model_
     assert manifest.plan.lowering == "qdq"
     errors = {name: group["static_error"] for name, group in fidelity["groups"].items()}
     weight_only = {name for name in manifest.recipe.weight_only if name in errors}  # groups by their first linear
-    assert weight_only == {name for name, error in errors.items() if error > 0.05}
+    assert weight_only == {name for name, error in errors.items() if error > 0.01}
     assert 0 < len(weight_only) < len(errors)
     assert Checkpoint.open(out / "checkpoint").recipe == manifest.recipe
     assert manifest.recipe.to_dict()["activation_granularity"] == "per_tensor"
@@ -184,6 +184,18 @@ def test_static_scales_are_compiled_as_explicit_quantization_and_measured(model_
     assert "explicit Q/DQ of activations" in shown
     assert "8-bit activations of static scales" in shown
     assert f"weight-only in {len(manifest.recipe.weight_only)} linears" in shown
+
+
+def test_ranks_are_compiled_with_their_collectives(tmp_path):
+    model_dir = save_hf(tiny_llama(num_hidden_layers=1, **SIZES), tmp_path / "model")
+    options = QUICK | dataclasses.asdict(LIMITS) | {"tp_size": 2}
+    recipe = Recipe(activations=16, lm_head="bf16")
+    manifest = build(str(model_dir), tmp_path / "out", recipe, target="tensorrt-rtx", sm=(80,), **options)
+    Manifest.open(tmp_path / "out").verify(tmp_path / "out")
+    for rank in (0, 1):
+        plan = (tmp_path / "out" / f"rank{rank}.sm80.engine").read_bytes()
+        assert b"ALL_REDUCE" in plan and b"ALL_GATHER" in plan
+    assert manifest.files["rank0.sm80.engine"] != manifest.files["rank1.sm80.engine"]
 
 
 def test_what_a_recipe_leaves_open_follows_from_the_target(model_dir, tmp_path, monkeypatch):
@@ -277,9 +289,10 @@ def test_each_rank_has_a_plan_of_its_own_part(tmp_path, tensorrt, monkeypatch):
     assert [tensor.shape for tensor in first._outputs][-1] == (-1, 131)
     files = [tmp_path / "out" / "checkpoint" / f"rank{rank}.safetensors" for rank in (0, 1)]
     for network, tensors in zip((first, second), map(map_tensors, files), strict=True):
-        weights = [layer.weights for layer in network.layers if layer.type.name == "CONSTANT"]
         expected = tensors["transformer.layers.1.mlp.proj.weight"]
-        assert any(np.array_equal(found.reshape(-1), expected.reshape(-1)) for found in weights)
+        constants = [layer.weights for layer in network.layers if layer.type.name == "CONSTANT"]
+        same_size = [array for array in constants if array.size == expected.size and isinstance(array, np.ndarray)]
+        assert any(np.array_equal(array, expected.ravel()) for array in same_size)
 
 
 def test_target_tensorrt_is_refused_where_it_cannot_compile(model_dir, tmp_path, tensorrt, monkeypatch):
