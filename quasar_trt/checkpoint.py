@@ -89,6 +89,15 @@ def checkpoint_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec
     return spec
 
 
+def weight_bytes(config: ModelConfig, recipe: Recipe) -> int:
+    """Bytes of weights that a pass reads, of all ranks."""
+    return sum(
+        spec.nbytes
+        for name, spec in checkpoint_spec(config, recipe).items()
+        if name.endswith(".weight") and len(spec.shape) == 2 and name != EMBEDDING
+    )
+
+
 def checkpoint_config(config: ModelConfig, recipe: Recipe, tp_size: int = 1) -> dict:
     """config.json of the checkpoint: TensorRT-LLM's PretrainedConfig, our extras under the one key `quasar`.
 
