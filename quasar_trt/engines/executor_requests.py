@@ -18,7 +18,6 @@ import reprlib
 from collections.abc import Sequence
 from types import ModuleType
 
-import numpy as np
 import torch
 
 from quasar_trt.drafters.base import Draft
@@ -27,9 +26,9 @@ from quasar_trt.errors import QuasarError
 from quasar_trt.sampling_params import SamplingParams
 
 MAX_TOP_K = 1024  # more are cut to it, with a warning
-# Part of q that is spread over the vocabulary, as little as float32 can tell from 0 beside 1: with p(d) = q(d) = 1 the
-# executor could reject d, once in 2**25 draws, and then divides by an empty residual.
-_SPREAD = 2.0**-22
+# What q gives to a neighbour of the draft token d, hardly more than float32 can tell beside 1: with p(d) = q(d) = 1 the executor
+# rejects d once in 2**25 draws, and then divides by an empty residual.
+_DOUBT = 2.0**-22
 
 _REFUSED = {
     "min_p": "its sampling of drafted rows knows none",
@@ -74,14 +73,13 @@ class ExecutorRequests:
     """Makes the requests of one engine.
 
     executor: the module `tensorrt_llm.bindings.executor`. vocab_size, padded_vocab_size: of the model, and rows of its head on
-    all ranks. logits_dtype: of the engine's logits, float32 or float16.
+    all ranks. The engine's logits are float32.
     """
 
-    def __init__(self, executor: ModuleType, vocab_size: int, padded_vocab_size: int, logits_dtype: torch.dtype):
+    def __init__(self, executor: ModuleType, vocab_size: int, padded_vocab_size: int):
         self._executor = executor
         self._vocab_size = vocab_size
         self._padded_vocab_size = padded_vocab_size
-        self._dtype = logits_dtype
 
     def make(self, context: Sequence[int], sampling: SequenceSampling, draft: Draft):
         """A request that verifies `draft` behind `context` once, or generates from there on where the draft is empty.
@@ -132,15 +130,15 @@ class ExecutorRequests:
         return self._executor.SamplingConfig(**values)
 
     def _embedding_bias(self, params: SamplingParams) -> torch.Tensor | None:
-        """What is added to the logits, [vocab_size]."""
+        """What is added to the logits, [vocab_size] float32."""
         if not params.logit_bias and params.allowed_token_ids is None:
             return None
-        bias = torch.zeros(self._vocab_size, dtype=self._dtype)
-        bias[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()), dtype=self._dtype)
+        bias = torch.zeros(self._vocab_size)
+        bias[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()))
         if params.allowed_token_ids is not None:
             banned = torch.ones(self._vocab_size, dtype=torch.bool)
             banned[list(params.allowed_token_ids)] = False
-            bias[banned] = torch.finfo(self._dtype).min
+            bias[banned] = torch.finfo(bias.dtype).min
         return bias
 
     def _draft_config(self, draft: Draft, params: SamplingParams):
@@ -148,10 +146,13 @@ class ExecutorRequests:
         return self._executor.ExternalDraftTokensConfig(list(draft.ids), logits)
 
     def _draft_logits(self, draft: Draft) -> torch.Tensor:
-        """Logits of the distributions that the draft tokens were drawn from, [draft tokens, padded_vocab_size]."""
-        q = np.zeros((len(draft), self._padded_vocab_size), np.float32)
+        """Logits of the distributions that the draft tokens were drawn from, [draft tokens, padded_vocab_size] float32."""
+        q = torch.zeros(len(draft), self._padded_vocab_size)
+        rows, ids = torch.arange(len(draft)), torch.tensor(draft.ids)
         if draft.probs is None:
-            q[np.arange(len(draft)), list(draft.ids)] = 1.0
+            q[rows, ids] = 1.0
         else:
-            q[:, : self._vocab_size] = draft.probs
-        return torch.from_numpy(np.log((1 - _SPREAD) * q + _SPREAD / self._vocab_size)).to(self._dtype)
+            q[:, : self._vocab_size] = torch.from_numpy(draft.probs)
+        q *= 1 - _DOUBT
+        q[rows, (ids + 1) % self._vocab_size] += _DOUBT
+        return q.log().clamp(min=torch.finfo(q.dtype).min)

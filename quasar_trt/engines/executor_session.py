@@ -23,8 +23,6 @@ from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Manifest
 from quasar_trt.tensorrt_llm_stack import LLM_DIRECTORY, LLM_TARGET, llm_release
 
-_LOGITS_DTYPES = {"float32": torch.float32, "float16": torch.float16}
-
 
 def open_executor(engine_dir: Path) -> dict[str, object]:
     """The arguments of `TensorRTLLMEngine`, on the rank that leads. On another rank this serves it, then ends the process.
@@ -64,7 +62,7 @@ def open_executor(engine_dir: Path) -> dict[str, object]:
             f"{engine_dir} has engines for SM {', '.join(map(str, manifest.plan.sms))}; this GPU, {device.name}, is SM "
             f"{device.sm}: build the engine again on this machine"
         )
-    pretrained = _check_engines(engine_dir / LLM_DIRECTORY / "config.json", manifest)
+    _check_engines(engine_dir / LLM_DIRECTORY / "config.json", manifest)
     checkpoint = Checkpoint.open(engine_dir / "checkpoint")
     executor = _executor(bindings, engine_dir / LLM_DIRECTORY, manifest.limits.max_batch_size)
     if rank:
@@ -77,7 +75,6 @@ def open_executor(engine_dir: Path) -> dict[str, object]:
         "config": checkpoint.config,
         "limits": manifest.limits,
         "padded_vocab_size": -(-vocab // manifest.tp_size) * manifest.tp_size,
-        "logits_dtype": _LOGITS_DTYPES[pretrained["logits_dtype"]],
         "weight_bytes_per_step": weight_bytes(checkpoint.config, checkpoint.recipe),
     }
 
@@ -105,9 +102,9 @@ def _launch(num_ranks: int) -> str:
     return shlex.join([*(["mpirun", "-n", str(num_ranks)] if num_ranks > 1 else []), *program, *rest])
 
 
-def _check_engines(path: Path, manifest: Manifest) -> dict:
-    """TensorRT-LLM's own description of the model. Raises QuasarError for engines that cannot verify drafts as the manifest
-    says, and for a machine that they need more GPUs of."""
+def _check_engines(path: Path, manifest: Manifest) -> None:
+    """Raises QuasarError for engines that cannot verify drafts as the manifest says, by their own description in `path`, and for
+    a machine with fewer GPUs than they need there."""
     try:
         values = json.loads(path.read_text())
         pretrained, build = values["pretrained_config"], values["build_config"]
@@ -117,7 +114,7 @@ def _check_engines(path: Path, manifest: Manifest) -> dict:
             "pp_size": (mapping.get("pp_size", 1), 1),
             "max_draft_len": (build["max_draft_len"], manifest.limits.max_draft_len),
             "use_paged_context_fmha": (build["plugin_config"]["use_paged_context_fmha"], True),
-            "logits_dtype in float32, float16": (pretrained["logits_dtype"] in _LOGITS_DTYPES, True),
+            "logits_dtype": (pretrained["logits_dtype"], "float32"),
         }
         gpus_per_node = mapping.get("gpus_per_node", 8)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -128,7 +125,6 @@ def _check_engines(path: Path, manifest: Manifest) -> dict:
     here, needed = torch.cuda.device_count(), min(gpus_per_node, manifest.tp_size)
     if here < needed:
         raise QuasarError(f"{path} was built for {needed} GPUs per machine (gpus_per_node); this one has {here}")
-    return pretrained
 
 
 def _executor(bindings: ModuleType, directory: Path, max_batch_size: int):

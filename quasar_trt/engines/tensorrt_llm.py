@@ -20,7 +20,6 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-import torch
 
 from quasar_trt.drafters.base import Draft
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep
@@ -90,7 +89,6 @@ class TensorRTLLMEngine(Engine):
         limits: Limits,
         *,
         padded_vocab_size: int,
-        logits_dtype: torch.dtype,
         weight_bytes_per_step: int,
     ):
         self.config = config
@@ -107,7 +105,7 @@ class TensorRTLLMEngine(Engine):
         )
         self._bindings = bindings
         self._executor = executor
-        self._requests = ExecutorRequests(bindings, config.vocab_size, padded_vocab_size, logits_dtype)
+        self._requests = ExecutorRequests(bindings, config.vocab_size, padded_vocab_size)
         self._greedy = SequenceSampling(SamplingParams(temperature=0.0), lambda position: 0, 0, limits.max_seq_len + 1)
         self._sequences: dict[int, _Sequence] = {}
         self._flights: dict[int, _Flight] = {}  # that have not ended, by the executor's id
