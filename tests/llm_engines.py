@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
-from executor_double import ExecutorBase, executor_module, write_llm_engine
+from executor_double import VERSION, ExecutorBase, executor_module, write_llm_engine
 from stubs import StubEngine
+from tiny import write_engine_dir
 
 from quasar_trt.engines.reference import ReferenceModel
 from quasar_trt.engines.tensorrt_llm import TensorRTLLMEngine
-from quasar_trt.manifest import Limits
+from quasar_trt.manifest import Limits, Manifest
+from quasar_trt.plan import Plan
+from quasar_trt.tensorrt_llm_stack import LLM_DIRECTORY, LLM_TARGET
 
 LIMITS = Limits(max_batch_size=16, max_seq_len=256, max_draft_len=8)
 Rows = Callable[[tuple[int, ...]], np.ndarray]
@@ -64,3 +70,33 @@ def llm_engine(
         padded_vocab_size=vocab,
         weight_bytes_per_step=0,
     )
+
+
+def write_llm_dir(directory: Path, model, max_seq_len: int = 64, sm: int = 90, tp_size: int = 1) -> Path:
+    """An engine directory of target tensorrt-llm; model: what `tiny.tiny_checkpoint` gives. Each of several ranks has all of it."""
+    write_engine_dir(directory, *model, max_seq_len=max_seq_len)
+    manifest = Manifest.open(directory)
+    limits = manifest.limits
+    write_llm_engine(
+        directory / LLM_DIRECTORY,
+        max_batch_size=limits.max_batch_size,
+        max_seq_len=max_seq_len,
+        max_draft_len=limits.max_draft_len,
+        tp_size=tp_size,
+    )
+    change_description(directory, "pretrained_config", logits_dtype="float32")
+    ((shard, record),) = manifest.files.items()
+    files = {shard.replace("rank0", f"rank{rank}"): record for rank in range(tp_size)}
+    for name in files.keys() - {shard}:
+        shutil.copy(directory / shard, directory / name)
+    plan = Plan(LLM_TARGET, VERSION, (sm,), "stock", 8192)
+    dataclasses.replace(manifest, target=LLM_TARGET, plan=plan, files=files, tp_size=tp_size).write(directory)
+    return directory
+
+
+def change_description(directory: Path, part: str, **values) -> None:
+    """Of the engine by TensorRT-LLM itself."""
+    path = directory / LLM_DIRECTORY / "config.json"
+    description = json.loads(path.read_text())
+    description[part] |= values
+    path.write_text(json.dumps(description))

@@ -121,7 +121,9 @@ def _check_engines(path: Path, manifest: Manifest) -> None:
         raise QuasarError(f"{path} is no description of TensorRT-LLM's ({error!r}); build the engine again") from None
     for name, (found, needed) in facts.items():
         if found != needed:
-            raise QuasarError(f"{path} has {name} {found}; this engine directory needs {needed}: build the engine again")
+            raise QuasarError(
+                f"{path} has {name} {found}; this engine directory needs {needed}: build the engine again"
+            )
     here, needed = torch.cuda.device_count(), min(gpus_per_node, manifest.tp_size)
     if here < needed:
         raise QuasarError(f"{path} was built for {needed} GPUs per machine (gpus_per_node); this one has {here}")

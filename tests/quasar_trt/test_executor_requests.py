@@ -191,7 +191,9 @@ def test_penalties_come_before_temperature(open_engine, temperature):
     """TensorRT-LLM penalises what is divided already. Here the penalty decides between two tokens, by exactly 1."""
     params = SamplingParams(temperature=temperature, presence_penalty=1.0, frequency_penalty=1.0, seed=0)
     requests = ExecutorRequests(stub_bindings(TARGET, SMALL), SMALL, SMALL)
-    config = requests.make([1, 2, 3], SequenceSampling(params, lambda position: position, 2, 9), Draft()).sampling_config
+    config = requests.make(
+        [1, 2, 3], SequenceSampling(params, lambda position: position, 2, 9), Draft()
+    ).sampling_config
     assert config.presence_penalty * temperature == config.frequency_penalty * temperature == 1.0
     assert (config.prompt_ignore_length, config.seed) == (2, 3)
 
