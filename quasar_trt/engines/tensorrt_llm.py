@@ -77,9 +77,10 @@ class _Sequence:
 class TensorRTLLMEngine(Engine):
     """See `Engine`. The passes of a batch run together: a long prompt holds up the tokens of its neighbours.
 
-    bindings: the module `tensorrt_llm.bindings.executor`; executor: its Executor of this model. Keys and values are the
-    executor's own affair.
+    bindings: the module `tensorrt_llm.bindings.executor`; executor: its Executor of this model.
     """
+
+    cache_capacity = 0  # the executor takes what memory is free when it starts, so nobody can ask for less
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class TensorRTLLMEngine(Engine):
 
     @property
     def cache_bytes(self) -> int:
-        """0, as `growth` and `bytes_of`: the executor takes what memory is free when it starts."""
+        """0, as `growth` and `bytes_of`: keys and values are the executor's own affair."""
         return 0
 
     def growth(self, sequence: int, count: int) -> int:

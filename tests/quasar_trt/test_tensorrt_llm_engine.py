@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
 from llm_engines import llm_engine
 from stubs import ByteTokenizer, StubDrafter, StubEngine, chain_logits, perfect_rule, random_logits
 from tiny import random_ids, tiny_checkpoint
 
+from quasar_trt.bench.cell import verify_costs
+from quasar_trt.bench.kernels import engine_curves
 from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.base import Draft
 from quasar_trt.engines.base import SequenceStep
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
+from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Limits
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
+from quasar_trt.step_cost import measure
 
 VOCAB = 6
 LOGITS = random_logits(VOCAB, seed=3)  # few ids, so that drafts are accepted and rejected alike
@@ -372,3 +378,20 @@ def test_drafts_beyond_the_engines_length_are_no_pass(open_engine):
     with pytest.raises(ValueError, match="4 draft tokens; this engine allows 3"):
         engine.step([SequenceStep(engine.open(), [1], Draft((1, 2, 3, 4)))], None)
     assert engine.max_verify_rows == 4
+
+
+def test_costs_are_measured_as_far_as_drafts_go(open_engine):
+    engine = open_engine(max_draft_len=3)
+    measured, _ = measure(engine, 3)
+    assert sorted(measured) == [1, 2, 3, 4]
+    assert sorted(verify_costs(engine, context=8, repeats=1)) == [1, 2, 3]
+    assert idle(engine)
+    with pytest.raises(QuasarError, match="engine e runs requests and has no passes to time"), ExitStack() as stack:
+        engine_curves("e", engine, (1,), stack)
+
+
+def test_memory_for_keys_and_values_is_not_ours_to_bound(open_engine):
+    engine = open_engine()
+    with pytest.raises(QuasarError, match=r"kv_cache_memory_bytes is 1000; .*leave it out"):
+        Runner(engine, kv_cache_memory_bytes=1000)
+    assert Runner(engine).max_seq_len == 256
