@@ -61,7 +61,7 @@ class TensorRTEngine(Engine):
         engine_dir = Path(engine_dir)
         manifest = Manifest.open(engine_dir)
         plan = manifest.plan
-        if plan is None:
+        if manifest.target not in PLAN_TARGETS:
             raise QuasarError(
                 f"{engine_dir} was built for target '{manifest.target}'; engine 'tensorrt' runs targets {', '.join(PLAN_TARGETS)}"
             )
