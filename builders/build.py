@@ -102,8 +102,7 @@ def build(
     longest = _longest(source.config, max_seq_len)
     limits = Limits(max_batch_size, max_seq_len or longest, max_draft_len)
     calibration = Calibration(calib_dataset, texts, calib_size, min(calib_max_seq_length, longest), seed)
-    plans = 0 if target == "cpu" else len(compiler) if isinstance(compiler, tuple) else 1
-    needs = estimate(source.config, recipe, tp_size, calib_size * calibration.length, plans)
+    needs = estimate(source.config, recipe, tp_size, calib_size * calibration.length, _num_plans(target, compiler))
     with Stages(progress and not dry_run) as stages:
         if progress or dry_run:
             stages.say(str(needs))
@@ -184,6 +183,13 @@ def _check_target(target: str, recipe: Recipe, tp_size: int, sm: Sequence[int]) 
             f"sm is {', '.join(map(str, sm))}; target 'cpu' has no use for it: leave it out, or choose a target"
         )
     return ()
+
+
+def _num_plans(target: str, compiler: Compiler) -> int | None:
+    """Copies of the weights in plans, None for the CPU."""
+    if target == "cpu":
+        return None
+    return len(compiler) if isinstance(compiler, tuple) else int(isinstance(compiler, LlmHost))
 
 
 def _tokenizer(source: Source, directory: Path):

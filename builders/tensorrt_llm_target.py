@@ -9,7 +9,7 @@ import hashlib
 import multiprocessing
 import shlex
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,18 +47,17 @@ def check_llm_target(recipe: Recipe, sms: Sequence[int]) -> LlmHost | QuasarErro
         )
     if recipe.lm_head == "rescored":
         raise QuasarError(f"lm_head is 'rescored'; target '{LLM_TARGET}' allows bf16, int8")
-    try:
-        from quasar_trt.engines.cuda_device import CudaDevice
+    import torch
 
+    from quasar_trt.engines.cuda_device import CudaDevice
+
+    try:
         release = llm_release()
         device = CudaDevice()
         if recipe.quantized:
             load_stack("triton")  # which compiles the kernels of the plugins
     except QuasarError as error:
         return error
-
-    import torch
-
     return LlmHost(release, device.sm, torch.cuda.device_count())
 
 
@@ -74,7 +73,8 @@ def check_llm_model(config: ModelConfig, recipe: Recipe, host: LlmHost | QuasarE
 
         if host.sm not in PTX_VERSIONS:
             raise QuasarError(
-                f"this GPU is SM {host.sm}; the plugins' kernels are compiled for {', '.join(map(str, PTX_VERSIONS))}"
+                f"this GPU is SM {host.sm}; the plugins of our model class are compiled for "
+                f"{', '.join(map(str, PTX_VERSIONS))}: use one of these"
             )
 
 
@@ -132,9 +132,12 @@ def _build(builds: Sequence[RankBuild], workers: int, advance: Advance) -> None:
         advance(1)
         return
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for future in [pool.submit(build_rank, build) for build in builds]:
-            future.result()
-            advance(1)
+        try:
+            for future in [pool.submit(build_rank, build) for build in builds]:
+                future.result()
+                advance(1)
+        except BrokenExecutor:
+            raise QuasarError(f"a worker of {LLM_TARGET} died; its log above says why") from None
 
 
 def _num_tokens(limits: Limits) -> int:

@@ -110,7 +110,7 @@ def test_a_gpu_without_smoothquant_gets_our_model_class(model_dir, tmp_path, cap
 
 def test_a_gpu_that_no_kernel_is_compiled_for_is_refused(model_dir, tmp_path, monkeypatch):
     TensorRTLLMDouble(sm=103).install(monkeypatch)
-    with pytest.raises(QuasarError, match="this GPU is SM 103; the plugins' kernels are compiled for 80, 86"):
+    with pytest.raises(QuasarError, match="this GPU is SM 103; the plugins of our model class are compiled for 80, 86"):
         build(str(model_dir), tmp_path / "out", STOCK, **QUICK)
     assert not any(tmp_path.iterdir())
 
@@ -203,6 +203,13 @@ def test_a_host_without_a_gpu_ends_with_the_checkpoint_too(model_dir, tmp_path, 
     manifest, _, said = built(model_dir, tmp_path, capsys)
     assert manifest.plan is None
     assert re.search("no engine was built: (torch .* is built without CUDA|no NVIDIA driver)", said)
+
+
+@pytest.mark.parametrize("release", [None, "1.2.1"])
+def test_the_estimate_counts_engines_where_they_are_built(model_dir, tmp_path, monkeypatch, release):
+    TensorRTLLMDouble().install(monkeypatch, release)
+    needs = build(str(model_dir), tmp_path / "out", STOCK, dry_run=True, **QUICK)
+    assert needs.engine == (needs.checkpoint if release else 0)
 
 
 def test_what_no_machine_builds_is_refused_before_the_model_is_read(model_dir, tmp_path, monkeypatch):
