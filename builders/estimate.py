@@ -36,8 +36,8 @@ class Estimate:
         )
 
 
-def estimate(config: ModelConfig, recipe: Recipe, tp_size: int, tokens: int, plans: int = 0) -> Estimate:
-    """For calibration on at most `tokens` tokens; plans: how many TensorRT plans are compiled, 0 for the CPU.
+def estimate(config: ModelConfig, recipe: Recipe, tp_size: int, tokens: int, plans: int | None = None) -> Estimate:
+    """For calibration on at most `tokens` tokens; plans: how many TensorRT plans are compiled, None for the CPU.
 
     Memory is that of the widest linear being quantized, or of the vocabulary being rotated, whichever is more: the layer
     and the linear's copies in float32, the second moment of its inputs and its factor, the activations of all tokens.
@@ -58,7 +58,7 @@ def estimate(config: ModelConfig, recipe: Recipe, tp_size: int, tokens: int, pla
     compiling = _COMPILER_COPIES * checkpoint if plans else 0
     return Estimate(
         checkpoint=checkpoint,
-        engine=plans * checkpoint if plans else packed,
+        engine=packed if plans is None else plans * checkpoint,
         scratch=total_bytes(packed_spec(config, Recipe("none")).values())
         if writes_itself(config) and (recipe.quantized or tp_size == 1)
         else 0,

@@ -34,6 +34,7 @@ from quasar_trt.errors import QuasarError
 from quasar_trt.plan import PLAN_TARGETS
 from quasar_trt.recipe import LM_HEADS, QUANTIZATIONS, ROUNDINGS, Recipe
 from quasar_trt.sampling_params import SamplingParams
+from quasar_trt.tensorrt_llm_stack import LLM_TARGET
 
 if TYPE_CHECKING:
     from quasar_trt.runner import Runner
@@ -59,7 +60,7 @@ def cli():
 @click.option("--output-dir", type=PATH, required=True, help="Engine directory to make.")
 @click.option(
     "--target",
-    type=click.Choice(["cpu", *PLAN_TARGETS]),
+    type=click.Choice(["cpu", *PLAN_TARGETS, LLM_TARGET]),
     default="cpu",
     show_default=True,
     help="What the engine runs on.",
@@ -106,8 +107,8 @@ def build(model, output_dir, **options):
             raise QuasarError(f"quantize_lm_head means lm_head 'int8', but lm_head is '{options['lm_head']}'; give one")
         options["lm_head"] = "int8"
     values = {field.name: options.pop(field.name) for field in dataclasses.fields(Recipe)}
-    if values["quantization"] != "none" and options["target"] in PLAN_TARGETS:
-        values["activations"] = values["activations"] or PLAN_TARGETS[options["target"]]
+    if values["quantization"] != "none" and options["target"] != "cpu":
+        values["activations"] = values["activations"] or PLAN_TARGETS.get(options["target"], 8)
         values["lm_head"] = values["lm_head"] or "bf16"
     recipe = Recipe(**values)
 

@@ -26,6 +26,13 @@ _HEADS = {
     "rescored": f"INT8 head with 16-bit activations, best {RESCORED} rescored in BF16",
 }
 
+_LOWERINGS = {
+    "weight_only": "BF16 activations",
+    "plugin": "activations quantized by plugins",
+    "stock": "its own modules",
+    "quasar": "our model class",
+}
+
 
 def show_machine(console: Console) -> None:
     console.print(facts_table("this machine", describe_machine()))
@@ -81,8 +88,7 @@ def _manifest_facts(manifest: Manifest, sampling: dict[str, object]) -> dict[str
 
 
 def _plan_text(plan: Plan) -> str:
-    activations = "BF16 activations" if plan.lowering == "weight_only" else "activations quantized by plugins"
-    return f"SM {', '.join(map(str, plan.sms))}, by {plan.stack} {plan.version}, {activations}"
+    return f"SM {', '.join(map(str, plan.sms))}, by {plan.stack} {plan.version}, {_LOWERINGS[plan.lowering]}"
 
 
 def _recipe_text(recipe: Recipe) -> str:

@@ -94,9 +94,9 @@ def write_llm_dir(directory: Path, model, max_seq_len: int = 64, sm: int = 90, t
     return directory
 
 
-def change_description(directory: Path, part: str, **values) -> None:
-    """Of the engine by TensorRT-LLM itself."""
+def change_description(directory: Path, part: str | None, **values) -> None:
+    """Of the engine by TensorRT-LLM itself; part: of it, None for the whole."""
     path = directory / LLM_DIRECTORY / "config.json"
     description = json.loads(path.read_text())
-    description[part] |= values
+    (description[part] if part else description).update(values)
     path.write_text(json.dumps(description))

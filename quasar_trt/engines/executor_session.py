@@ -27,25 +27,27 @@ from quasar_trt.tensorrt_llm_stack import LLM_DIRECTORY, LLM_TARGET, llm_release
 def open_executor(engine_dir: Path) -> dict[str, object]:
     """The arguments of `TensorRTLLMEngine`, on the rank that leads. On another rank this serves it, then ends the process.
 
-    Raises QuasarError, in this order, for a directory of another target or without engines, TensorRT-LLM missing or of another
-    release, another number of ranks than tp_size, no GPU, one that the engines are not for or too few of them, engines that
-    cannot verify drafts, and what TensorRT-LLM says when it cannot load them.
+    Raises QuasarError, in this order, for a directory of another target, without engines, or with those that cannot verify drafts,
+    TensorRT-LLM missing or of another release, another number of ranks than tp_size, no GPU, one that the engines are not for or
+    too few of them, and with what TensorRT-LLM says when it cannot load them.
     """
     manifest = Manifest.open(engine_dir)
     if manifest.target != LLM_TARGET:
         raise QuasarError(
             f"{engine_dir} was built for target '{manifest.target}'; engine 'tensorrt_llm' runs target {LLM_TARGET}"
         )
-    if manifest.plan is None:
+    path = engine_dir / LLM_DIRECTORY / "config.json"
+    if not path.is_file():
         raise QuasarError(
-            f"{engine_dir} ends with its checkpoint; build its engines where {LLM_TARGET} is installed, with quasar-trt build "
-            f"--target {LLM_TARGET}"
+            f"{engine_dir} ends with its checkpoint; where {LLM_TARGET} is installed, build it again or finish it with the command "
+            "that its build printed"
         )
+    version, gpus_per_node = _check_engines(path, manifest)
     release = llm_release()
-    if release != manifest.plan.version:
+    if release != version:
         raise QuasarError(
-            f"{engine_dir} was compiled by {LLM_TARGET} {manifest.plan.version}, {release} is installed and cannot run it: pip "
-            f"install '{LLM_TARGET}=={manifest.plan.version}', or build the engine again"
+            f"{engine_dir} was compiled by {LLM_TARGET} {version}, {release} is installed and cannot run it: pip install "
+            f"'{LLM_TARGET}=={version}', or build the engine again"
         )
     bindings = _bindings()
     rank, num_ranks = _rank()
@@ -57,12 +59,14 @@ def open_executor(engine_dir: Path) -> dict[str, object]:
             f"start it as: {_launch(manifest.tp_size)}"
         )
     device = CudaDevice()
-    if device.sm not in manifest.plan.sms:
+    if manifest.plan and device.sm not in manifest.plan.sms:
         raise QuasarError(
             f"{engine_dir} has engines for SM {', '.join(map(str, manifest.plan.sms))}; this GPU, {device.name}, is SM "
             f"{device.sm}: build the engine again on this machine"
         )
-    _check_engines(engine_dir / LLM_DIRECTORY / "config.json", manifest)
+    here, needed = torch.cuda.device_count(), min(gpus_per_node, manifest.tp_size)
+    if here < needed:
+        raise QuasarError(f"{engine_dir} was built for {needed} GPUs per machine (gpus_per_node); this one has {here}")
     checkpoint = Checkpoint.open(engine_dir / "checkpoint")
     executor = _executor(bindings, engine_dir / LLM_DIRECTORY, manifest.limits.max_batch_size)
     if rank:
@@ -102,21 +106,23 @@ def _launch(num_ranks: int) -> str:
     return shlex.join([*(["mpirun", "-n", str(num_ranks)] if num_ranks > 1 else []), *program, *rest])
 
 
-def _check_engines(path: Path, manifest: Manifest) -> None:
-    """Raises QuasarError for engines that cannot verify drafts as the manifest says, by their own description in `path`, and for
-    a machine with fewer GPUs than they need there."""
+def _check_engines(path: Path, manifest: Manifest) -> tuple[str, int]:
+    """(release, gpus_per_node) of the engines that TensorRT-LLM describes in `path`. Raises QuasarError where they cannot verify
+    drafts as the manifest says."""
     try:
         values = json.loads(path.read_text())
         pretrained, build = values["pretrained_config"], values["build_config"]
-        mapping = pretrained["mapping"]
+        mapping, limits = pretrained["mapping"], manifest.limits
         facts = {
             "tp_size": (mapping["tp_size"], manifest.tp_size),
             "pp_size": (mapping.get("pp_size", 1), 1),
-            "max_draft_len": (build["max_draft_len"], manifest.limits.max_draft_len),
+            "max_batch_size": (build["max_batch_size"], limits.max_batch_size),
+            "max_seq_len": (min(build["max_seq_len"], limits.max_seq_len), limits.max_seq_len),
+            "max_draft_len": (build["max_draft_len"], limits.max_draft_len),
             "use_paged_context_fmha": (build["plugin_config"]["use_paged_context_fmha"], True),
             "logits_dtype": (pretrained["logits_dtype"], "float32"),
         }
-        gpus_per_node = mapping.get("gpus_per_node", 8)
+        release = values["version"], mapping.get("gpus_per_node", 8)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise QuasarError(f"{path} is no description of TensorRT-LLM's ({error!r}); build the engine again") from None
     for name, (found, needed) in facts.items():
@@ -124,9 +130,7 @@ def _check_engines(path: Path, manifest: Manifest) -> None:
             raise QuasarError(
                 f"{path} has {name} {found}; this engine directory needs {needed}: build the engine again"
             )
-    here, needed = torch.cuda.device_count(), min(gpus_per_node, manifest.tp_size)
-    if here < needed:
-        raise QuasarError(f"{path} was built for {needed} GPUs per machine (gpus_per_node); this one has {here}")
+    return release
 
 
 def _executor(bindings: ModuleType, directory: Path, max_batch_size: int):

@@ -338,10 +338,7 @@ def test_what_was_chosen_is_recorded(engine_dir, model_dir, tmp_path):
     groups = read_fidelity(tmp_path / "textbook" / "fidelity.json")["groups"]
     assert {(group["alpha"], group["statistic"]) for group in groups.values()} == {(0.6, "max")}
     described = json.loads((tmp_path / "textbook" / "checkpoint" / "config.json").read_text())
-    assert described["architecture"] == "LlamaForCausalLM"
     assert described["quantization"]["smoothquant_val"] == 0.6
-    described = json.loads((engine_dir / "checkpoint" / "config.json").read_text())
-    assert described["architecture"] == "QuasarForCausalLM"
 
 
 @pytest.mark.parametrize("tokenizer", [True, False])

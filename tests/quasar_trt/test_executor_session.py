@@ -46,11 +46,9 @@ def engine_dir(tmp_path):
     return write_llm_dir(tmp_path / "engine", MODEL)
 
 
-def set_manifest(directory, **values) -> None:
+def set_sms(directory, *sms) -> None:
     manifest = Manifest.open(directory)
-    if "plan" not in values:
-        values = {"plan": manifest.plan and dataclasses.replace(manifest.plan, **values)}
-    dataclasses.replace(manifest, **values).write(directory)
+    dataclasses.replace(manifest, plan=dataclasses.replace(manifest.plan, sms=sms)).write(directory)
 
 
 def test_runner_of_a_directory_gives_the_ids_of_the_reference_engine(host, engine_dir):
@@ -66,6 +64,12 @@ def test_runner_of_a_directory_gives_the_ids_of_the_reference_engine(host, engin
         assert runner.engine.weight_bytes_per_step == ReferenceEngine.from_dir(engine_dir).weight_bytes_per_step
 
 
+def test_engine_that_trtllm_build_made_of_the_checkpoint_runs(host, engine_dir):
+    dataclasses.replace(Manifest.open(engine_dir), plan=None).write(engine_dir)
+    (output,) = Runner(open_engine(engine_dir)).generate([[1, 2]], SamplingParams(temperature=0, max_tokens=2))
+    assert len(output.outputs[0].token_ids) == 2
+
+
 def test_executor_reuses_blocks_gives_logits_and_shuts_down_with_the_engine(host, engine_dir):
     engine = open_engine(engine_dir)
     executor = engine._executor
@@ -78,9 +82,14 @@ def test_executor_reuses_blocks_gives_logits_and_shuts_down_with_the_engine(host
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: set_manifest(d, plan=None), "ends with its checkpoint; build its engines where tensorrt-llm is"),
-        (lambda d: set_manifest(d, version="1.0.0"), r"compiled by tensorrt-llm 1\.0\.0, 1\.2\.1 is installed .*pip install"),
-        (lambda d: set_manifest(d, sms=(80, 86)), "engines for SM 80, 86; this GPU, a double, is SM 90"),
+        (lambda d: (d / "tensorrt_llm" / "config.json").unlink(), "ends with its checkpoint; where tensorrt-llm is installed"),
+        (
+            lambda d: change_description(d, None, version="1.0.0"),
+            r"compiled by tensorrt-llm 1\.0\.0, 1\.2\.1 is installed .*pip install 'tensorrt-llm==1\.0\.0'",
+        ),
+        (lambda d: set_sms(d, 80, 86), "engines for SM 80, 86; this GPU, a double, is SM 90"),
+        (lambda d: change_description(d, "build_config", max_batch_size=2), "max_batch_size 2; .* needs 8"),
+        (lambda d: change_description(d, "build_config", max_seq_len=32), "max_seq_len 32; .* needs 64"),
         (
             lambda d: change_description(d, "build_config", max_draft_len=0),
             "max_draft_len 0; this engine directory needs 8: build the engine again",
