@@ -41,6 +41,10 @@ def _open_tensorrt(directory: Path, manifest: Manifest, threads: int | None) -> 
 def _open_tensorrt_llm(directory: Path, manifest: Manifest, threads: int | None) -> Engine:
     from quasar_trt.engines.tensorrt_llm import TensorRTLLMEngine
 
+    if threads is not None:
+        raise QuasarError(
+            f"threads is {threads}; engine 'tensorrt_llm' has no use for it, its work is the GPU's: leave it out"
+        )
     return TensorRTLLMEngine.from_dir(directory)
 
 

@@ -114,7 +114,7 @@ class ExecutorRequests:
         if params.greedy:
             values["top_k"] = 1
         else:
-            scale = params.temperature
+            scale = params.temperature + 1e-6  # as it adds itself
             values |= {
                 "temperature": params.temperature,
                 "top_k": max(params.top_k, 0),

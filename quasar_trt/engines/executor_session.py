@@ -134,14 +134,12 @@ def _check_engines(path: Path, manifest: Manifest) -> tuple[str, int]:
 
 
 def _executor(bindings: ModuleType, directory: Path, max_batch_size: int):
-    """Reuse of blocks is what makes a resubmission cheap, and drafts are refused without it."""
+    """Reuse of blocks is what makes a resubmission cheap, and drafts are refused without it. Chunked context stays off: it drops
+    draft tokens that do not fit into a block."""
     config = bindings.ExecutorConfig(
-        max_beam_width=1,
         max_batch_size=max_batch_size,
         kv_cache_config=bindings.KvCacheConfig(enable_block_reuse=True),
-        enable_chunked_context=True,
         gather_generation_logits=True,
-        parallel_config=bindings.ParallelConfig(bindings.CommunicationType.MPI, bindings.CommunicationMode.LEADER),
     )
     try:
         return bindings.Executor(directory, bindings.ModelType.DECODER_ONLY, config)

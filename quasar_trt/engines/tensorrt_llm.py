@@ -96,7 +96,7 @@ class TensorRTLLMEngine(Engine):
         self.max_seq_len = limits.max_seq_len
         self.weight_bytes_per_step = weight_bytes_per_step
         self.capabilities = Capabilities(
-            max_rows=limits.max_batch_size * limits.max_seq_len,  # the executor cuts prompts itself
+            max_rows=limits.max_batch_size * limits.max_seq_len,  # the executor shares them out itself
             accepts_inside=True,
             tree=False,
             hidden_states=False,

@@ -188,13 +188,13 @@ def test_output_has_the_targets_distribution_with_every_drafter(open_engine, fil
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_penalties_come_before_temperature(open_engine, temperature):
-    """TensorRT-LLM penalises what is divided already. Here the penalty decides between two tokens, by exactly 1."""
+    """TensorRT-LLM penalises what is divided already."""
     params = SamplingParams(temperature=temperature, presence_penalty=1.0, frequency_penalty=1.0, seed=0)
     requests = ExecutorRequests(stub_bindings(TARGET, SMALL), SMALL, SMALL)
     config = requests.make(
         [1, 2, 3], SequenceSampling(params, lambda position: position, 2, 9), Draft()
     ).sampling_config
-    assert config.presence_penalty * temperature == config.frequency_penalty * temperature == 1.0
+    assert config.presence_penalty == config.frequency_penalty == pytest.approx(1 / temperature, rel=1e-5)
     assert (config.prompt_ignore_length, config.seed) == (2, 3)
 
 

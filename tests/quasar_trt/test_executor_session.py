@@ -126,6 +126,11 @@ def test_other_engines_refuse_the_directory(host, engine_dir, engine):
         open_engine(engine_dir, engine=engine)
 
 
+def test_threads_are_refused(host, engine_dir):
+    with pytest.raises(QuasarError, match="threads is 2; engine 'tensorrt_llm' has no use for it"):
+        open_engine(engine_dir, threads=2)
+
+
 def test_machine_without_tensorrt_llm_is_told_what_to_install(engine_dir):
     with pytest.raises(QuasarError, match=r"package tensorrt-llm is needed: not installed \(pip install"):
         open_engine(engine_dir)
