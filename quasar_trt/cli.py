@@ -30,6 +30,7 @@ from quasar_trt.cli_options import (
     usage_message,
 )
 from quasar_trt.cli_output import check_outputs, save_json
+from quasar_trt.communicator import launched_size
 from quasar_trt.errors import QuasarError
 from quasar_trt.plan import PLAN_TARGETS
 from quasar_trt.recipe import LM_HEADS, QUANTIZATIONS, ROUNDINGS, Recipe
@@ -300,10 +301,17 @@ def info(engine_dir, verify, kernels):
 
 
 def main() -> None:
-    """The console script: a user's error is one line on stderr and exit code 1, Ctrl-C is exit code 130, SIGTERM 143, SIGHUP 129."""
+    """The console script: a user's error is one line on stderr and exit code 1, Ctrl-C is exit code 130, SIGTERM 143, SIGHUP 129.
+
+    Of several ranks rank 0 alone does what it says; the others follow.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):  # as exceptions, so that nothing half-written stays
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
+        if launched_size() > 1:
+            from quasar_trt.ranks import lead
+
+            lead()
         cli.main(sys.argv[1:] or ["--help"], prog_name="quasar-trt", standalone_mode=False)
     except QuasarError as error:
         fail(str(error))

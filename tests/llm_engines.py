@@ -62,30 +62,38 @@ def llm_engine(
         kv_cache_config=bindings.KvCacheConfig(enable_block_reuse=True), gather_generation_logits=True
     )
     executor = bindings.Executor(directory, bindings.ModelType.DECODER_ONLY, config)
-    return TensorRTLLMEngine(
-        bindings,
-        executor,
-        source.config if is_model else SimpleNamespace(vocab_size=vocab),
-        limits,
+    session = SimpleNamespace(
+        bindings=bindings,
+        start=lambda: executor,
+        config=source.config if is_model else SimpleNamespace(vocab_size=vocab),
+        limits=limits,
         padded_vocab_size=vocab,
         weight_bytes_per_step=0,
     )
+    engine = TensorRTLLMEngine(session)
+    engine.start()
+    return engine
 
 
-def write_llm_dir(directory: Path, model, max_seq_len: int = 64, sm: int = 90, tp_size: int = 1) -> Path:
-    """An engine directory of target tensorrt-llm; model: what `tiny.tiny_checkpoint` gives. Each of several ranks has all of it."""
-    write_engine_dir(directory, *model, max_seq_len=max_seq_len)
+def write_llm_dir(directory: Path, model, max_seq_len: int = 64, tp_size: int = 1) -> Path:
+    """An engine directory of target tensorrt-llm; model: what `tiny.tiny_checkpoint` gives."""
+    return retarget(write_engine_dir(directory, *model, max_seq_len=max_seq_len), tp_size)
+
+
+def retarget(directory: Path, tp_size: int = 1, sm: int = 90) -> Path:
+    """An engine directory of one rank becomes one of target tensorrt-llm. Each of several ranks has all of it."""
     manifest = Manifest.open(directory)
     limits = manifest.limits
     write_llm_engine(
         directory / LLM_DIRECTORY,
         max_batch_size=limits.max_batch_size,
-        max_seq_len=max_seq_len,
+        max_seq_len=limits.max_seq_len,
         max_draft_len=limits.max_draft_len,
         tp_size=tp_size,
     )
     change_description(directory, "pretrained_config", logits_dtype="float32")
-    ((shard, record),) = manifest.files.items()
+    shard = "checkpoint/rank0.safetensors"
+    record = manifest.files[shard]
     files = {shard.replace("rank0", f"rank{rank}"): record for rank in range(tp_size)}
     for name in files.keys() - {shard}:
         shutil.copy(directory / shard, directory / name)

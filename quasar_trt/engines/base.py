@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quasar_trt.communicator import Communicator
 from quasar_trt.drafters.base import NO_DRAFT, Draft
 from quasar_trt.engines.sequence_sampling import SequenceSampling
+from quasar_trt.machine import available_memory
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.sampling_params import SamplingParams
 
@@ -84,6 +86,8 @@ class Engine(ABC):
     weight_bytes_per_step: bytes of weights that one pass reads.
     cache_capacity: bytes for caches that the engine has taken once and for all; None where it takes them as they are needed.
     open_bytes: bytes of cache that a sequence holds from the moment it is opened, empty as it is.
+    device: name of the GPU that it runs on, "" for the processor; device_bytes: of its memory that the engine has taken.
+    communication_seconds: that passes have spent in collectives with other ranks so far, where the engine knows.
     """
 
     config: ModelConfig
@@ -92,6 +96,13 @@ class Engine(ABC):
     weight_bytes_per_step: int
     cache_capacity: int | None = None
     open_bytes: int = 0
+    device: str = ""
+    device_bytes: int = 0
+    communication_seconds: float = 0.0
+
+    def join(self, ranks: Communicator) -> None:
+        """What the ranks of an engine do together once each has opened its part, before the first pass. Raises QuasarError, on
+        all of them."""
 
     @abstractmethod
     def open(self) -> int:
@@ -120,6 +131,11 @@ class Engine(ABC):
     @abstractmethod
     def cache_bytes(self) -> int:
         """Bytes that the caches of all sequences hold, what forks share counted once."""
+
+    @property
+    def available_memory(self) -> int:
+        """Bytes that caches which are taken as they are needed may still take."""
+        return available_memory()
 
     @abstractmethod
     def growth(self, sequence: int, count: int) -> int:

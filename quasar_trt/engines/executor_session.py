@@ -1,7 +1,7 @@
-"""Opens TensorRT-LLM's executor for an engine directory; of several ranks one leads and the others serve it.
+"""An engine directory of target tensorrt-llm on its way to TensorRT-LLM's executor.
 
-Every rank of `mpirun -n TP` runs the same program: the executor of rank 0 takes requests, those of the others run what it is
-given until it shuts down. Read in TensorRT-LLM's source, executed nowhere yet.
+Every rank starts an executor. Rank 0's takes requests, those of the others run what it is given, in threads of their own, until
+it shuts down. Read in TensorRT-LLM's source, executed nowhere yet.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import json
 import os
-import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,92 +17,92 @@ from types import ModuleType
 import torch
 
 from quasar_trt.checkpoint import Checkpoint, weight_bytes
+from quasar_trt.communicator import Communicator
 from quasar_trt.engines.cuda_device import CudaDevice
 from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Manifest
 from quasar_trt.tensorrt_llm_stack import LLM_DIRECTORY, LLM_TARGET, llm_release
 
 
-def open_executor(engine_dir: Path) -> dict[str, object]:
-    """The arguments of `TensorRTLLMEngine`, on the rank that leads. On another rank this serves it, then ends the process.
+class ExecutorSession:
+    """Checks everything that can be checked before anything is loaded.
+
+    bindings: the module `tensorrt_llm.bindings.executor`. padded_vocab_size: rows of the head on all ranks. The rest is as in
+    `Engine`.
 
     Raises QuasarError, in this order, for a directory of another target, without engines, or with those that cannot verify drafts,
-    TensorRT-LLM missing or of another release, another number of ranks than tp_size, no GPU, one that the engines are not for or
-    too few of them, and with what TensorRT-LLM says when it cannot load them.
+    for TensorRT-LLM missing or of another release, for a machine without the GPU of this rank, and a GPU that the engines are not
+    for.
     """
-    manifest = Manifest.open(engine_dir)
-    if manifest.target != LLM_TARGET:
-        raise QuasarError(
-            f"{engine_dir} was built for target '{manifest.target}'; engine 'tensorrt_llm' runs target {LLM_TARGET}"
+
+    def __init__(self, engine_dir: Path, ranks: Communicator | None = None):
+        manifest = Manifest.open(engine_dir)
+        if manifest.target != LLM_TARGET:
+            raise QuasarError(
+                f"{engine_dir} was built for target '{manifest.target}'; engine 'tensorrt_llm' runs target {LLM_TARGET}"
+            )
+        self._directory = engine_dir / LLM_DIRECTORY
+        description = self._directory / "config.json"
+        if not description.is_file():
+            raise QuasarError(
+                f"{engine_dir} ends with its checkpoint; where {LLM_TARGET} is installed, build it again or finish it with the "
+                "command that its build printed"
+            )
+        version, gpus_per_node = _check_engines(description, manifest)
+        release = llm_release()
+        if release != version:
+            raise QuasarError(
+                f"{engine_dir} was compiled by {LLM_TARGET} {version}, {release} is installed and cannot run it: pip install "
+                f"'{LLM_TARGET}=={version}', or build the engine again"
+            )
+        self.bindings = _bindings()
+        rank = ranks.rank if ranks else 0
+        gpu, gpus = rank % gpus_per_node, torch.cuda.device_count()
+        if 0 < gpus <= gpu:
+            raise QuasarError(
+                f"rank {rank} takes GPU {gpu} of its machine, which has {gpus}; {engine_dir} was built for {gpus_per_node} per "
+                "machine (gpus_per_node): start fewer ranks on a machine, or build it on one like those that run it"
+            )
+        device = CudaDevice(gpu)
+        if manifest.plan and device.sm not in manifest.plan.sms:
+            raise QuasarError(
+                f"{engine_dir} has engines for SM {', '.join(map(str, manifest.plan.sms))}; this GPU, {device.name}, is SM "
+                f"{device.sm}: build the engine again on this machine"
+            )
+        checkpoint = Checkpoint.open(engine_dir / "checkpoint")
+        self.config = checkpoint.config
+        self.limits = manifest.limits
+        self.padded_vocab_size = -(-self.config.vocab_size // manifest.tp_size) * manifest.tp_size
+        self.weight_bytes_per_step = weight_bytes(self.config, checkpoint.recipe) // manifest.tp_size
+
+    def start(self):
+        """The executor; of several ranks all start theirs together. Raises QuasarError with what TensorRT-LLM says when it cannot
+        load the engines.
+
+        Reuse of blocks is what makes a resubmission cheap, and drafts are refused without it. Chunked context stays off: it drops
+        draft tokens that do not fit into a block.
+        """
+        bindings = self.bindings
+        config = bindings.ExecutorConfig(
+            max_batch_size=self.limits.max_batch_size,
+            kv_cache_config=bindings.KvCacheConfig(enable_block_reuse=True),
+            gather_generation_logits=True,
         )
-    path = engine_dir / LLM_DIRECTORY / "config.json"
-    if not path.is_file():
-        raise QuasarError(
-            f"{engine_dir} ends with its checkpoint; where {LLM_TARGET} is installed, build it again or finish it with the command "
-            "that its build printed"
-        )
-    version, gpus_per_node = _check_engines(path, manifest)
-    release = llm_release()
-    if release != version:
-        raise QuasarError(
-            f"{engine_dir} was compiled by {LLM_TARGET} {version}, {release} is installed and cannot run it: pip install "
-            f"'{LLM_TARGET}=={version}', or build the engine again"
-        )
-    bindings = _bindings()
-    rank, num_ranks = _rank()
-    if num_ranks != manifest.tp_size:
-        if rank:
-            sys.exit()  # rank 0 says it
-        raise QuasarError(
-            f"{engine_dir} has tp_size {manifest.tp_size}, and this program runs on {num_ranks} rank{'s' * (num_ranks > 1)}; "
-            f"start it as: {_launch(manifest.tp_size)}"
-        )
-    device = CudaDevice()
-    if manifest.plan and device.sm not in manifest.plan.sms:
-        raise QuasarError(
-            f"{engine_dir} has engines for SM {', '.join(map(str, manifest.plan.sms))}; this GPU, {device.name}, is SM "
-            f"{device.sm}: build the engine again on this machine"
-        )
-    here, needed = torch.cuda.device_count(), min(gpus_per_node, manifest.tp_size)
-    if here < needed:
-        raise QuasarError(f"{engine_dir} was built for {needed} GPUs per machine (gpus_per_node); this one has {here}")
-    checkpoint = Checkpoint.open(engine_dir / "checkpoint")
-    executor = _executor(bindings, engine_dir / LLM_DIRECTORY, manifest.limits.max_batch_size)
-    if rank:
-        executor.shutdown()  # returns once the leader has shut down
-        sys.exit()
-    vocab = checkpoint.config.vocab_size
-    return {
-        "bindings": bindings,
-        "executor": executor,
-        "config": checkpoint.config,
-        "limits": manifest.limits,
-        "padded_vocab_size": -(-vocab // manifest.tp_size) * manifest.tp_size,
-        "weight_bytes_per_step": weight_bytes(checkpoint.config, checkpoint.recipe),
-    }
+        try:
+            return bindings.Executor(self._directory, bindings.ModelType.DECODER_ONLY, config)
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise QuasarError(f"{self._directory} cannot be loaded: {reason}; build the engine again") from None
 
 
 def _bindings() -> ModuleType:
-    """The module `tensorrt_llm.bindings.executor`. What its import prints goes to stderr."""
+    """What the import prints goes to stderr."""
     os.environ.setdefault("TLLM_LOG_LEVEL", "ERROR")
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return importlib.import_module("tensorrt_llm.bindings.executor")
     except ImportError as error:
         raise QuasarError(f"the package {LLM_TARGET} is needed: it cannot be imported: {error}") from None
-
-
-def _rank() -> tuple[int, int]:
-    """(rank, ranks) of this program, of the MPI that TensorRT-LLM brings."""
-    world = importlib.import_module("mpi4py.MPI").COMM_WORLD
-    return world.Get_rank(), world.Get_size()
-
-
-def _launch(num_ranks: int) -> str:
-    """The command line of this program, on so many ranks."""
-    first, *rest = sys.argv
-    program = ["python", first] if first.endswith(".py") else [Path(first).name]
-    return shlex.join([*(["mpirun", "-n", str(num_ranks)] if num_ranks > 1 else []), *program, *rest])
 
 
 def _check_engines(path: Path, manifest: Manifest) -> tuple[str, int]:
@@ -131,18 +130,3 @@ def _check_engines(path: Path, manifest: Manifest) -> tuple[str, int]:
                 f"{path} has {name} {found}; this engine directory needs {needed}: build the engine again"
             )
     return release
-
-
-def _executor(bindings: ModuleType, directory: Path, max_batch_size: int):
-    """Reuse of blocks is what makes a resubmission cheap, and drafts are refused without it. Chunked context stays off: it drops
-    draft tokens that do not fit into a block."""
-    config = bindings.ExecutorConfig(
-        max_batch_size=max_batch_size,
-        kv_cache_config=bindings.KvCacheConfig(enable_block_reuse=True),
-        gather_generation_logits=True,
-    )
-    try:
-        return bindings.Executor(directory, bindings.ModelType.DECODER_ONLY, config)
-    except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise QuasarError(f"{directory} cannot be loaded: {reason}; build the engine again") from None

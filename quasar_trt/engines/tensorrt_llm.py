@@ -17,17 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 
+from quasar_trt.communicator import Communicator
 from quasar_trt.drafters.base import Draft
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep
 from quasar_trt.engines.executor_requests import ExecutorRequests, check_params, needs_draft, room
+from quasar_trt.engines.executor_session import ExecutorSession
 from quasar_trt.engines.sequence_sampling import SequenceSampling
 from quasar_trt.errors import QuasarError
-from quasar_trt.manifest import Limits
-from quasar_trt.model_config import ModelConfig
 from quasar_trt.sampling import check_maximum
 from quasar_trt.sampling_params import SamplingParams
 
@@ -75,26 +74,15 @@ class _Sequence:
 
 
 class TensorRTLLMEngine(Engine):
-    """See `Engine`. The passes of a batch run together: a long prompt holds up the tokens of its neighbours.
-
-    bindings: the module `tensorrt_llm.bindings.executor`; executor: its Executor of this model.
-    """
+    """See `Engine`. The passes of a batch run together: a long prompt holds up the tokens of its neighbours. To be started."""
 
     cache_capacity = 0  # the executor takes what memory is free when it starts, so nobody can ask for less
 
-    def __init__(
-        self,
-        bindings: ModuleType,
-        executor,
-        config: ModelConfig,
-        limits: Limits,
-        *,
-        padded_vocab_size: int,
-        weight_bytes_per_step: int,
-    ):
-        self.config = config
+    def __init__(self, session: ExecutorSession):
+        limits = session.limits
+        self.config = session.config
         self.max_seq_len = limits.max_seq_len
-        self.weight_bytes_per_step = weight_bytes_per_step
+        self.weight_bytes_per_step = session.weight_bytes_per_step
         self.capabilities = Capabilities(
             max_rows=limits.max_batch_size * limits.max_seq_len,  # the executor shares them out itself
             accepts_inside=True,
@@ -104,24 +92,33 @@ class TensorRTLLMEngine(Engine):
             exact=False,
             max_draft_len=limits.max_draft_len,
         )
-        self._bindings = bindings
-        self._executor = executor
-        self._requests = ExecutorRequests(bindings, config.vocab_size, padded_vocab_size)
+        self._session = session
+        self._bindings = session.bindings
+        self._executor = None
+        self._requests = ExecutorRequests(session.bindings, self.config.vocab_size, session.padded_vocab_size)
         self._greedy = SequenceSampling(SamplingParams(temperature=0.0), lambda position: 0, 0, limits.max_seq_len + 1)
         self._sequences: dict[int, _Sequence] = {}
         self._flights: dict[int, _Flight] = {}  # that have not ended, by the executor's id
         self._handles = itertools.count()
-        weakref.finalize(self, executor.shutdown)  # ends the other ranks too
 
     @classmethod
-    def from_dir(cls, engine_dir: Path) -> TensorRTLLMEngine:
-        """The engine of an engine directory, on the rank that leads; on others this serves it and ends the process.
+    def from_dir(cls, engine_dir: Path, ranks: Communicator | None = None) -> TensorRTLLMEngine:
+        """Started, but for several ranks, which are to `join`. Raises QuasarError as `ExecutorSession` and its `start` do."""
+        engine = cls(ExecutorSession(Path(engine_dir), ranks))
+        if ranks is None:
+            engine.start()
+        return engine
 
-        Raises QuasarError as `executor_session.open_executor` does.
-        """
-        from quasar_trt.engines.executor_session import open_executor
+    def join(self, ranks: Communicator) -> None:
+        try:
+            self.start()
+        except QuasarError as error:  # of this rank alone, while the others wait for it
+            ranks.fail(str(error))
 
-        return cls(**open_executor(Path(engine_dir)))
+    def start(self) -> None:
+        """Raises QuasarError as `ExecutorSession.start` does."""
+        self._executor = self._session.start()
+        weakref.finalize(self, self._executor.shutdown)  # ends those of other ranks too
 
     def open(self) -> int:
         handle = next(self._handles)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 from executor_double import executor_double
@@ -16,6 +16,7 @@ from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
 from quasar_trt.engines.tensorrt_llm import TensorRTLLMEngine
 from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Manifest
+from quasar_trt.ranks import Leader, Open
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
 
@@ -25,20 +26,12 @@ REFERENCE = ReferenceModel(*MODEL)
 
 @pytest.fixture
 def host(monkeypatch):
-    """A machine with TensorRT-LLM and one GPU; `ranks` starts the program on several."""
+    """A machine with TensorRT-LLM and one GPU."""
     monkeypatch.setattr(executor_session, "llm_release", lambda: "1.2.1")
-    monkeypatch.setattr(executor_session, "CudaDevice", lambda: SimpleNamespace(sm=90, name="a double"))
+    monkeypatch.setattr(executor_session, "CudaDevice", lambda number: SimpleNamespace(sm=90, name="a double"))
     monkeypatch.setattr(executor_session.torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/quasar-trt", "generate", "an engine"])
-
-    def ranks(rank, size):
-        mpi = ModuleType("mpi4py.MPI")
-        mpi.COMM_WORLD = SimpleNamespace(Get_rank=lambda: rank, Get_size=lambda: size)
-        monkeypatch.setitem(sys.modules, "mpi4py.MPI", mpi)
-
-    ranks(0, 1)
     with executor_double(REFERENCE) as bindings:
-        yield SimpleNamespace(bindings=bindings, ranks=ranks)
+        yield SimpleNamespace(bindings=bindings)
 
 
 @pytest.fixture
@@ -136,61 +129,49 @@ def test_machine_without_tensorrt_llm_is_told_what_to_install(engine_dir):
         open_engine(engine_dir)
 
 
-def test_several_ranks_for_an_engine_of_one_are_refused_by_the_first_alone(host, engine_dir):
-    host.ranks(0, 2)
-    with pytest.raises(
-        QuasarError,
-        match="has tp_size 1, and this program runs on 2 ranks; start it as: quasar-trt generate 'an engine'",
-    ):
-        open_engine(engine_dir)
-    host.ranks(1, 2)
-    with pytest.raises(SystemExit) as leaving:
-        open_engine(engine_dir)
-    assert not leaving.value.code
-
-
-@pytest.mark.parametrize(
-    ("program", "command"),
-    [("/usr/bin/quasar-trt", "mpirun -n 4 quasar-trt run x"), ("a/b.py", "mpirun -n 4 python a/b.py run x")],
-)
-def test_command_that_starts_the_ranks(monkeypatch, program, command):
-    monkeypatch.setattr(sys, "argv", [program, "run", "x"])
-    assert executor_session._launch(4) == command
-
-
-def test_first_of_several_ranks_leads_and_the_others_serve_it_and_end(host, tmp_path, monkeypatch):
+def test_another_number_of_ranks_is_refused_with_both_numbers_and_the_command(host, tmp_path):
     directory = write_llm_dir(tmp_path / "two", MODEL, tp_size=2)
-    monkeypatch.setattr(
-        executor_session.Checkpoint, "open", lambda path: SimpleNamespace(config=MODEL[0], recipe=MODEL[1])
-    )
-    with pytest.raises(
-        QuasarError, match="tp_size 2, and this program runs on 1 rank; start it as: mpirun -n 2 quasar-trt generate"
-    ):
+    with pytest.raises(QuasarError, match=r"tp_size 2, and this is a single process; .* mpirun -n 2"):
         open_engine(directory)
-    host.ranks(0, 2)
-    with pytest.raises(QuasarError, match=r"2 GPUs per machine \(gpus_per_node\); this one has 1"):
-        open_engine(directory)
+
+
+def test_each_rank_starts_an_executor_and_the_first_takes_requests(host, tmp_path, monkeypatch):
+    directory = write_llm_dir(tmp_path / "two", MODEL, tp_size=2)
+    model = SimpleNamespace(config=MODEL[0], recipe=MODEL[1])
+    monkeypatch.setattr(executor_session.Checkpoint, "open", lambda path: model)
+    with pytest.raises(QuasarError, match=r"rank 1 takes GPU 1 of its machine, which has 1; .*gpus_per_node"):
+        TensorRTLLMEngine.from_dir(directory, SimpleNamespace(rank=1))
     monkeypatch.setattr(executor_session.torch.cuda, "device_count", lambda: 2)
-    made = []
+    engines = []
     for rank in range(2):
-        host.ranks(rank, 2)
+        attributes = {"world_size": 2, "rank": rank}
+        executor = type("Executor", (host.bindings.Executor,), attributes)
+        with monkeypatch.context() as patch:
+            patch.setattr(host.bindings, "Executor", executor)
+            engines.append(TensorRTLLMEngine.from_dir(directory, ranks := SimpleNamespace(rank=rank)))
+            assert engines[-1]._executor is None  # until all ranks have come so far
+            engines[-1].join(ranks)
+    assert [engine._executor.can_enqueue_requests() for engine in engines] == [True, False]
+    (output,) = Runner(engines[0]).generate([[1, 2, 3]], SamplingParams(top_p=0.9, seed=1, max_tokens=3))
+    assert len(output.outputs[0].token_ids) == 3
+    logits = engines[0]._executor.requests[0].external_draft_tokens_config.logits
+    assert logits.shape[1] == MODEL[0].vocab_size + 1  # the head's rows divide by two
 
-        class Executor(host.bindings.Executor):
-            world_size = 2
 
-            def __init__(self, *arguments, rank=rank):
-                self.rank = rank
-                super().__init__(*arguments)
-                made.append(self)
+def test_rank_that_cannot_load_its_engine_ends_all(host, engine_dir, monkeypatch):
+    failed = []
+    engine = TensorRTLLMEngine.from_dir(engine_dir, SimpleNamespace(rank=0))
+    missing = RuntimeError("no memory\nat file.cpp:7")
+    monkeypatch.setattr(host.bindings, "Executor", lambda *arguments: (_ for _ in ()).throw(missing))
+    engine.join(SimpleNamespace(rank=0, fail=failed.append))
+    assert [line.endswith("tensorrt_llm cannot be loaded: no memory; build the engine again") for line in failed] == [
+        True
+    ]
 
-        monkeypatch.setattr(host.bindings, "Executor", Executor)
-        if rank == 0:
-            runner = Runner(open_engine(directory))
-            (output,) = runner.generate([[1, 2, 3]], SamplingParams(top_p=0.9, seed=1, max_tokens=3))
-            assert len(output.outputs[0].token_ids) == 3
-            (drafts, *_) = [each.external_draft_tokens_config for each in made[0].requests]
-            assert drafts.logits.shape[1] == MODEL[0].vocab_size + 1  # the head's rows divide by two
-        else:
-            with pytest.raises(SystemExit) as leaving:
-                open_engine(directory)
-            assert not leaving.value.code and made[1]._shut
+
+def test_program_of_several_ranks_gets_the_engine_itself(monkeypatch, engine_dir):
+    """Its executors follow each other without ours."""
+    monkeypatch.setattr(atexit, "register", lambda end: None)
+    engine = SimpleNamespace(capabilities=SimpleNamespace(accepts_inside=True))
+    monkeypatch.setattr(Open, "here", lambda order, ranks: (engine, 0))
+    assert Leader(SimpleNamespace(announce=lambda told: None)).open(engine_dir, "tensorrt_llm", None) is engine

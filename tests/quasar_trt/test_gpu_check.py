@@ -11,8 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from quasar_trt.bench.gpu_check import NotRun, Outcome, run_parts
+from quasar_trt.bench.gpu_check import run_parts
 from quasar_trt.bench.gpu_kernels import GpuKernelTimes, Sizes, measure
+from quasar_trt.bench.gpu_part import NotRun, Outcome
 from quasar_trt.plugins import reference
 from quasar_trt.tables import FigureTable
 
@@ -84,9 +85,13 @@ def test_a_failure_is_shown_and_makes_the_check_fail(part, failure):
     assert results == {"a": {"figures": {}, "failure": failure}, "b": {"figures": {"x": 1}, "failure": ""}}
 
 
+def check(output):
+    command = [sys.executable, "-m", "quasar_trt.bench.gpu_check", str(output), "no model", "no prompts"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def test_a_file_that_cannot_be_written_is_one_line_before_anything_runs(tmp_path):
-    command = [sys.executable, "-m", "quasar_trt.bench.gpu_check", str(tmp_path / "none" / "check.json")]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = check(tmp_path / "none" / "check.json")
     assert found.returncode == 1 and found.stdout == ""
     assert found.stderr == f"error: OUTPUT: directory {tmp_path / 'none'} does not exist\n"
 
@@ -94,10 +99,13 @@ def test_a_file_that_cannot_be_written_is_one_line_before_anything_runs(tmp_path
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the check itself runs where a GPU is")
 def test_without_a_gpu_every_part_says_so_and_the_file_is_written(tmp_path):
     output = tmp_path / "check.json"
-    command = [sys.executable, "-m", "quasar_trt.bench.gpu_check", str(output)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = check(output)
     assert found.returncode == 1
     saved = json.loads(output.read_text())
-    assert set(saved["parts"]) == {"kernel tests", "kernel times"}
+    targets = ("tensorrt-rtx", "tensorrt", "tensorrt-llm")
+    assert list(saved["parts"]) == [
+        *("kernel tests", "kernel times", "step cost", "reference engine"),
+        *(name for target in targets for name in (target, f"{target}, four cells")),
+    ]
     assert all("finds no CUDA device" in part["not_run"] for part in saved["parts"].values())
     assert "quasar-trt" in saved["environment"]
