@@ -57,7 +57,8 @@ def refusal(*arguments, **options) -> str:
 
 def test_the_directory_holds_everything(engine_dir):
     names = sorted(path.relative_to(engine_dir).as_posix() for path in engine_dir.rglob("*") if path.is_file())
-    assert names == [
+    # transformers 4 gives the model a special_tokens_map.json, which is copied
+    assert [name for name in names if name != "special_tokens_map.json"] == [
         "chat_template.jinja",
         "checkpoint/config.json",
         "checkpoint/rank0.safetensors",

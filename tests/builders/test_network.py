@@ -9,7 +9,7 @@ import pytest
 import tensorrt_rtx as trt
 import torch
 from recorded_network import RecordedNetwork
-from tiny import LLAMA3, MODELS, random_ids, tiny_checkpoint
+from tiny import LLAMA3, MODELS, random_ids, rope_fields, tiny_checkpoint
 from tiny_network import InterpretedDecoder, decoder_graph, real_network
 
 from quasar_trt.engines.reference import ReferenceModel
@@ -86,7 +86,7 @@ def test_network_of_every_recipe_decodes_as_the_reference_model(name):
 
 
 def test_scaled_rope_and_a_tied_head_come_from_the_checkpoint():
-    config, recipe, tensors = tiny_checkpoint(rope_parameters=LLAMA3 | {"rope_theta": 1e4}, tie_word_embeddings=True)
+    config, recipe, tensors = tiny_checkpoint(**rope_fields(**LLAMA3, rope_theta=1e4), tie_word_embeddings=True)
     check_decoding(config, recipe, tensors, atol=2e-4)
 
 

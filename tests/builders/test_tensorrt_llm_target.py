@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from ranks import SIZES, forward, shards
 from rich.console import Console
 from tensorrt_llm_double import SpeculativeDecodingMode, TensorRTLLMDouble, run, run_ranks
-from tiny import random_ids, save_hf, tiny_checkpoint, tiny_llama
+from tiny import random_ids, rope_fields, save_hf, tiny_checkpoint, tiny_llama
 
 from quasar_trt.architectures import hadamard_blocks
 from quasar_trt.builders import build as build_module
@@ -224,7 +224,7 @@ def test_what_no_machine_builds_is_refused_before_the_model_is_read(model_dir, t
 
 def test_yarn_is_refused_before_any_weight_is_read(tmp_path):
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
-    model_dir = save_hf(tiny_llama(num_hidden_layers=1, rope_parameters=yarn | {"rope_theta": 1e4}), tmp_path / "model")
+    model_dir = save_hf(tiny_llama(num_hidden_layers=1, **rope_fields(**yarn, rope_theta=1e4)), tmp_path / "model")
     (model_dir / "model.safetensors").unlink()
     with pytest.raises(QuasarError, match=r"rope type is 'yarn'.*--target tensorrt"):
         build(str(model_dir), tmp_path / "out", STOCK, **QUICK)
