@@ -36,6 +36,7 @@ from quasar_trt.errors import QuasarError
 from quasar_trt.plan import PLAN_TARGETS
 from quasar_trt.recipe import LM_HEADS, QUANTIZATIONS, ROUNDINGS, Recipe
 from quasar_trt.sampling_params import SamplingParams
+from quasar_trt.tensorrt_llm_stack import LLM_TARGET
 
 if TYPE_CHECKING:
     from quasar_trt.runner import Runner
@@ -61,7 +62,7 @@ def cli():
 @click.option("--output-dir", type=PATH, required=True, help="Engine directory to make.")
 @click.option(
     "--target",
-    type=click.Choice(["cpu", *PLAN_TARGETS]),
+    type=click.Choice(["cpu", *PLAN_TARGETS, LLM_TARGET]),
     default="cpu",
     show_default=True,
     help="What the engine runs on.",

@@ -93,6 +93,8 @@ class Leader:
             raise
         self.meet()
         self._num_opened += 1
+        if opened.capabilities.accepts_inside:
+            return opened  # whose own ranks follow each other
         return LeaderEngine(opened, self, self._num_opened - 1, memory)
 
     def begin(self, step: Step) -> None:
