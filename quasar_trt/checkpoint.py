@@ -89,6 +89,15 @@ def checkpoint_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec
     return spec
 
 
+def weight_bytes(config: ModelConfig, recipe: Recipe) -> int:
+    """Bytes of weights that a pass reads, of all ranks."""
+    return sum(
+        spec.nbytes
+        for name, spec in checkpoint_spec(config, recipe).items()
+        if name.endswith(".weight") and len(spec.shape) == 2 and name != EMBEDDING
+    )
+
+
 def stock_obstacles(config: ModelConfig, recipe: Recipe) -> list[str]:
     """What TensorRT-LLM's own modules would leave out or compute otherwise, which their loader does not notice; none for a
     checkpoint that they run as it is."""

@@ -9,6 +9,7 @@ import numpy as np
 from quasar_trt.detokenizer import Detokenizer
 from quasar_trt.drafters.base import Draft
 from quasar_trt.engines.base import Acceptance, SequenceStep
+from quasar_trt.engines.sequence_sampling import SequenceSampling
 from quasar_trt.errors import QuasarError
 from quasar_trt.logits_processors import LogitsProcessors
 from quasar_trt.logprobs import TokenLogprobs, token_logprobs
@@ -33,6 +34,7 @@ class Request:
     timeout: seconds after which a pass that begins finds the request ended, waiting included; None for no limit.
 
     context: prompt and emitted ids; the drafter reads this very list.
+    sampling: what an engine that accepts inside has to know of it.
     siblings: the requests for all completions of the prompt, this one included.
     submitted_at: by perf_counter, when the scheduler got it; arrival: its place among all that the scheduler got.
     emitted_at: by perf_counter, when it emitted last; None before the first token.
@@ -64,6 +66,15 @@ class Request:
         self.stop = StopChecker(params, eos_token_ids, max_seq_len - self.num_prompt_tokens, detokenizer)
         processors = LogitsProcessors.for_request(params, self.context, self.stop.end_token_ids, bad_words)
         self.sampler = Sampler(params, sample_index, processors)
+        self.sampling = SequenceSampling(
+            params,
+            self.sampler.seed,
+            self.num_prompt_tokens,
+            self.num_prompt_tokens + self.stop.remaining,
+            self.stop.end_token_ids,
+            self.stop.stop_token_ids,
+            bad_words,
+        )
         self.timeout = timeout
         self.metrics = SpeculationMetrics()
         self.service = ServiceMetrics()
@@ -153,9 +164,8 @@ class Request:
         except QuasarError as error:
             self.end(ERROR, str(error))
             return Acceptance((), 0)
-        if (count := self.params.logprobs) is not None:
-            rows = zip(logits[first:], acceptance.emitted, strict=False)
-            self._new_logprobs = [token_logprobs(row, token, count) for row, token in rows]
+        if self.params.logprobs is not None:
+            self._score(acceptance.emitted, logits[first:])
         return Acceptance(acceptance.emitted, first + acceptance.num_accepted_tokens)
 
     def advance(self, chunk: Sequence[int]) -> None:
@@ -168,6 +178,10 @@ class Request:
 
         Returns what was appended, and how many of its ids were draft tokens.
         """
+        if acceptance.error is not None:
+            self.end(ERROR, acceptance.error)
+        if acceptance.logits is not None:
+            self._score(acceptance.emitted, acceptance.logits)
         num_accepted_tokens = max(acceptance.num_accepted_tokens - self._num_scored(chunk), 0)
         self._commit_prompt_logprobs()
         before = len(self.context)
@@ -187,6 +201,10 @@ class Request:
     def _num_scored(self, chunk: Sequence[int]) -> int:
         """Rows of the chunk before its last one that come back, because the prompt is scored."""
         return len(chunk) - 1 if self._is_scoring else 0
+
+    def _score(self, emitted: Sequence[int], logits: np.ndarray) -> None:
+        rows = zip(logits, emitted, strict=False)
+        self._new_logprobs = [token_logprobs(row, token, self.params.logprobs) for row, token in rows]
 
     def _score_prompt(self, logits: np.ndarray) -> list[TokenLogprobs]:
         rows = zip(logits, self.context[self.num_cached + 1 : self.num_prompt_tokens], strict=False)

@@ -116,6 +116,7 @@ class Roster:
             if not self._make_room(rows=[*pending, (sequence, len(request.context) - num_shared)]):
                 self._engine.close(sequence)
                 break
+            self._engine.sample_as(sequence, request.sampling)
             request.sequence, request.num_cached = sequence, num_shared
             self._waiting.remove(request)
             insort(self.active, request, key=_by_arrival)

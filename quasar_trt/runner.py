@@ -274,7 +274,8 @@ class Runner:
         self._scheduler.abort(generation.requests)
 
     def _check_params(self, params: SamplingParams) -> list[list[int]]:
-        """The ids of each bad word. Raises QuasarError for parameters that do not fit the model."""
+        """The ids of each bad word. Raises QuasarError for parameters that do not fit the model or the engine."""
+        self.engine.check_params(params)
         vocab = self.engine.config.vocab_size
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             self._check_ids(name, list(getattr(params, name) or ()))

@@ -12,10 +12,13 @@ It is strict where the real one is, and raises `Misuse` where the real one would
 - A request without draft tokens runs to max_tokens, its end id or a stop word. An end id is not among the output, a stop word is.
 - Without top_k and top_p a request is greedy, whatever its temperature; without a seed its seed is 0. Each request's generator
   starts anew from its seed.
-- Penalties count the prompt too. min_tokens counts from the request's own prompt.
+- A nucleus holds its last token with what is left of top_p only; rows that verify a draft hold it whole.
+- Presence and frequency count the prompt too, from `prompt_ignore_length` on; all penalties come after temperature. min_tokens
+  counts from the request's own prompt.
 - max_tokens is cut, without an error, where prompt, max_tokens and draft exceed the engine's max_seq_len.
 - Generation logits need the executor's gather_generation_logits; they are [1, emitted tokens, padded vocabulary] with a draft,
-  [1, max_tokens, padded vocabulary] without (rows that were not reached are 0).
+  [1, max_tokens, padded vocabulary] without (rows that were not reached are 0), and [tokens, 1, padded vocabulary] in each
+  response of a stream.
 """
 
 from __future__ import annotations
@@ -291,20 +294,27 @@ class ExecutorBase:
 
     def _send(self, running: _Running, is_final: bool) -> None:
         request = running.request
+        first = running.sent
         if request.streaming:
-            output = running.ids[len(request.input_token_ids) + running.sent :]
+            output = running.ids[len(request.input_token_ids) + first :]
             running.sent += len(output)
         else:
             output = running.ids[len(request.input_token_ids) :]
         if not request.output_config.exclude_input_from_output and not request.streaming:
             output = request.input_token_ids + output
         result = Result(is_final, [output], [running.reason])
-        if request.output_config.return_generation_logits and is_final:
+        if request.output_config.return_generation_logits and request.streaming:
+            result.generation_logits = self._logits(running.rows[first:], len(output))[:, None]
+        elif request.output_config.return_generation_logits:
             count = running.generated if request.external_draft_tokens_config else request.max_tokens
-            result.generation_logits = torch.zeros(1, count, self.vocab_padded)
-            for index, row in enumerate(running.rows):
-                result.generation_logits[0, index, : len(row)] = torch.from_numpy(row)
+            result.generation_logits = self._logits(running.rows, count)[None]
         self._respond(running.id, request, result)
+
+    def _logits(self, rows: list[np.ndarray], count: int) -> torch.Tensor:
+        logits = torch.zeros(count, self.vocab_padded)
+        for index, row in enumerate(rows):
+            logits[index, : len(row)] = torch.from_numpy(row)
+        return logits
 
     def _respond(self, request_id: int, request: Request, result: Result) -> None:
         self._responses.append(Response(request_id, None, result, request.client_id))

@@ -34,6 +34,7 @@ class SamplingConfig:
     repetition_penalty: float | None = field(default=None, kw_only=True)
     presence_penalty: float | None = field(default=None, kw_only=True)
     frequency_penalty: float | None = field(default=None, kw_only=True)
+    prompt_ignore_length: int | None = field(default=None, kw_only=True)
     num_return_sequences: int | None = field(default=None, kw_only=True)
     min_p: float | None = field(default=None, kw_only=True)
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError, unknown
 from quasar_trt.manifest import Manifest
+from quasar_trt.tensorrt_llm_stack import LLM_TARGET
 
 
 def _open_cpu(directory: Path, manifest: Manifest, threads: int | None) -> Engine:
     from quasar_trt.engines.cpu import CpuEngine
 
-    if manifest.plan is not None:
+    if manifest.target != "cpu":
         raise QuasarError(
             f"{directory} was built for target '{manifest.target}', engine 'cpu' runs target 'cpu'; on a CPU use engine "
             "'reference', or build it with --target cpu"
@@ -37,7 +38,22 @@ def _open_tensorrt(directory: Path, manifest: Manifest, threads: int | None) -> 
     return TensorRTEngine.from_dir(directory)
 
 
-ENGINES = {"cpu": _open_cpu, "reference": _open_reference, "tensorrt": _open_tensorrt}
+def _open_tensorrt_llm(directory: Path, manifest: Manifest, threads: int | None) -> Engine:
+    from quasar_trt.engines.tensorrt_llm import TensorRTLLMEngine
+
+    if threads is not None:
+        raise QuasarError(
+            f"threads is {threads}; engine 'tensorrt_llm' has no use for it, its work is the GPU's: leave it out"
+        )
+    return TensorRTLLMEngine.from_dir(directory)
+
+
+ENGINES = {
+    "cpu": _open_cpu,
+    "reference": _open_reference,
+    "tensorrt": _open_tensorrt,
+    "tensorrt_llm": _open_tensorrt_llm,
+}
 
 
 def default_engine() -> str:
@@ -53,7 +69,8 @@ def default_engine() -> str:
 def open_engine(directory: Path, engine: str = "auto", threads: int | None = None) -> Engine:
     """Opens an engine directory after checking its manifest (sizes, format version, header hashes).
 
-    engine: "auto" or a key of `ENGINES`. threads: for the engine's own work, default all cores.
+    engine: a key of `ENGINES`, or "auto" for the one of the directory's target. threads: for the engine's own work, default all
+    cores.
     Raises QuasarError.
     """
     directory = Path(directory)
@@ -63,5 +80,5 @@ def open_engine(directory: Path, engine: str = "auto", threads: int | None = Non
         raise QuasarError(f"threads is {threads}; allowed: 1 or more")
     manifest = Manifest.open(directory)
     if engine == "auto":
-        engine = default_engine() if manifest.plan is None else "tensorrt"
+        engine = {"cpu": default_engine, LLM_TARGET: lambda: "tensorrt_llm"}.get(manifest.target, lambda: "tensorrt")()
     return ENGINES[engine](directory, manifest, threads)

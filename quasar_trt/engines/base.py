@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from quasar_trt.drafters.base import NO_DRAFT, Draft
+from quasar_trt.engines.sequence_sampling import SequenceSampling
 from quasar_trt.model_config import ModelConfig
+from quasar_trt.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -21,11 +23,12 @@ class Capabilities:
     """What an engine can do; stated, not guessed.
 
     max_rows: rows (tokens) one pass may hold.
-    accepts_inside: the engine applies its own acceptance and ignores the `accept` callback's rule.
+    accepts_inside: the engine samples and accepts by itself, as `sample_as` said, and never calls `accept`.
     tree: drafts may branch.
     hidden_states: the last hidden states of each row can be observed.
     fork: a sequence's cache can be shared with a copy.
     exact: row invariance holds bit for bit, so drafted ids equal plain ids.
+    max_draft_len: the most draft tokens of a sequence in one pass; None for as many as there are rows for.
     """
 
     max_rows: int
@@ -34,6 +37,7 @@ class Capabilities:
     hidden_states: bool
     fork: bool
     exact: bool
+    max_draft_len: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,16 @@ class Acceptance:
 
     emitted: the accepted draft ids, then one recovered or bonus id (absent only when the request finished before it).
     num_accepted_tokens: how many draft tokens were kept; their cache rows stay, later ones are rolled back.
+
+    Of an engine that accepts inside, besides:
+    logits: the model's rows [emitted, vocab] float32 that the emitted ids came from, where the request wants logprobs.
+    error: why the request cannot go on; nothing is emitted then.
     """
 
     emitted: tuple[int, ...]
     num_accepted_tokens: int
+    logits: np.ndarray | None = None
+    error: str | None = None
 
 
 # (index in the batch, logits [1 + draft tokens, vocab] float32, valid only during the call) -> Acceptance.
@@ -86,6 +96,9 @@ class Engine(ABC):
     @abstractmethod
     def open(self) -> int:
         """A new empty sequence."""
+
+    def sample_as(self, sequence: int, sampling: SequenceSampling) -> None:  # noqa: B027 (others leave it to `accept`)
+        """How an engine that accepts inside samples the sequence's tokens; greedily before it is told."""
 
     @abstractmethod
     def fork(self, sequence: int) -> int:
@@ -116,6 +129,12 @@ class Engine(ABC):
     def bytes_of(self, num_tokens: int) -> int:
         """Bytes that the cache of a sequence of so many tokens holds when it shares nothing."""
 
+    @property
+    def max_verify_rows(self) -> int:
+        """The most rows of a pass over one sequence all of which are scored."""
+        rows, drafted = min(self.capabilities.max_rows, self.max_seq_len), self.capabilities.max_draft_len
+        return rows if drafted is None else min(rows, 1 + drafted)
+
     @abstractmethod
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         """One pass over `batch`; afterwards each cache holds its committed and accepted tokens, nothing else.
@@ -125,10 +144,13 @@ class Engine(ABC):
         was before.
         """
 
+    def check_params(self, params: SamplingParams) -> None:  # noqa: B027 (rows of logits take every parameter)
+        """Raises QuasarError naming a parameter that an engine that accepts inside cannot apply to every row."""
+
     def check(self, batch: Sequence[SequenceStep]) -> None:
         """Raises ValueError for a pass that this engine cannot run: more rows than `capabilities.max_rows`, a sequence
         longer than `max_seq_len` or named twice, no committed token, drafts without logits, a branching draft where
-        drafts are chains, an id outside of the vocabulary."""
+        drafts are chains, a draft longer than `capabilities.max_draft_len`, an id outside of the vocabulary."""
         rows = sum(len(entry.tokens) + len(entry.draft.ids) for entry in batch)
         if rows > self.capabilities.max_rows:
             raise ValueError(f"the pass has {rows} rows; this engine allows {self.capabilities.max_rows}")
@@ -140,6 +162,9 @@ class Engine(ABC):
                 raise ValueError(f"sequence {entry.sequence} brings no committed token")
             if drafted and not entry.needs_logits:
                 raise ValueError(f"sequence {entry.sequence} brings draft tokens but needs no logits")
+            most = self.capabilities.max_draft_len
+            if most is not None and drafted > most:
+                raise ValueError(f"sequence {entry.sequence} brings {drafted} draft tokens; this engine allows {most}")
             parents = entry.draft.parents
             if parents is not None and not self.capabilities.tree and list(parents) != list(range(-1, drafted - 1)):
                 raise ValueError(f"draft parents {parents} are no chain; this engine verifies chains only")

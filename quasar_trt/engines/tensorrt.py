@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from quasar_trt.checkpoint import EMBEDDING, Checkpoint, checkpoint_spec
+from quasar_trt.checkpoint import Checkpoint, weight_bytes
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.engines.plan_bindings import PlanSizes
 from quasar_trt.errors import QuasarError
@@ -88,12 +88,7 @@ class TensorRTEngine(Engine):
         session = PlanSession(
             trt, engine_dir / name, device, checkpoint.config, sizes, name=manifest.files[name].sha256
         )
-        matrices = [
-            spec.nbytes
-            for name, spec in checkpoint_spec(checkpoint.config, checkpoint.recipe).items()
-            if name.endswith(".weight") and len(spec.shape) == 2 and name != EMBEDDING
-        ]
-        return cls(session, checkpoint.config, sizes, sum(matrices))
+        return cls(session, checkpoint.config, sizes, weight_bytes(checkpoint.config, checkpoint.recipe))
 
     def open(self) -> int:
         free = set(range(len(self._lengths))) - set(self._slots.values())
