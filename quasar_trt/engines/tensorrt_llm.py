@@ -268,7 +268,7 @@ class TensorRTLLMEngine(Engine):
             sequence.ids += emitted[:num_accepted_tokens]
         else:
             sequence.flight = flight
-        return Acceptance(tuple(emitted), num_accepted_tokens, logits)
+        return Acceptance(tuple(emitted), num_accepted_tokens, logits=logits)
 
     def _leave(self, sequence: _Sequence) -> None:
         if sequence.flight is not None:
