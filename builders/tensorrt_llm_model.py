@@ -60,10 +60,10 @@ class _Model:
         self.config = config
         self.tp_size = config.mapping.tp_size
         self.tp_group = config.mapping.tp_group
-        self.model = ModelConfig.from_dict(config.quasar["model"])
+        self.sizes = ModelConfig.from_dict(config.quasar["model"])
         self.recipe = Recipe.from_dict(config.quasar["recipe"])
         self.hadamard: dict[str, int] = config.quasar["hadamard_blocks"]
-        self.linears = {linear.name: linear for linear in architecture_of(self.model).linears}
+        self.linears = {linear.name: linear for linear in architecture_of(self.sizes).linears}
 
     def linear(self, layer: int, name: str, then: Callable = lambda y: y) -> _Linear:
         quantized = self.recipe.quantizes(LAYER_PREFIX.format(i=layer) + name)
@@ -73,7 +73,7 @@ class _Model:
         behind = next(linear.name for linear in self.linears.values() if linear.norm == name)
         if self.recipe.quantizes(LAYER_PREFIX.format(i=layer) + behind):
             return _QuantizedNorm(self)
-        return _PlainNorm(self.model.hidden_size, eps=self.model.norm_epsilon, dtype=_DTYPE)
+        return _PlainNorm(self.sizes.hidden_size, eps=self.sizes.norm_epsilon, dtype=_DTYPE)
 
 
 class _PlainNorm(RmsNorm):
@@ -88,8 +88,8 @@ class _QuantizedNorm(Module):
 
     def __init__(self, model: _Model):
         super().__init__()
-        self._attributes = {"eps": model.model.norm_epsilon, "activations": model.recipe.activations}
-        self.weight = Parameter(shape=(model.model.hidden_size,), dtype=_DTYPE)
+        self._attributes = {"eps": model.sizes.norm_epsilon, "activations": model.recipe.activations}
+        self.weight = Parameter(shape=(model.sizes.hidden_size,), dtype=_DTYPE)
         self.scale_to_int = Parameter(shape=(1,), dtype="float32")  # stock modules read it; it is 1
 
     def forward(self, x):
@@ -112,10 +112,10 @@ class _Linear(Module):
         self._by_columns = linear.norm is None
         self._tp_group = model.tp_group if model.tp_size > 1 else None
         self._then = then
-        self._rows = linear.out_features(model.model) // (1 if self._by_columns else model.tp_size)
-        self._columns = linear.in_features(model.model) // (model.tp_size if self._by_columns else 1)
+        self._rows = linear.out_features(model.sizes) // (1 if self._by_columns else model.tp_size)
+        self._columns = linear.in_features(model.sizes) // (model.tp_size if self._by_columns else 1)
         self.weight = Parameter(shape=(self._rows, self._columns), dtype=self.weight_dtype)
-        self.bias = Parameter(shape=(self._rows,), dtype=_DTYPE) if linear.bias(model.model) else None
+        self.bias = Parameter(shape=(self._rows,), dtype=_DTYPE) if linear.bias(model.sizes) else None
 
     def forward(self, x, lora_runtime_params=None, all_reduce_params=None):
         """x: a tensor, codes and scale, or a list of two tensors. Stock attention gives the other two to its linears: there is no
@@ -192,11 +192,11 @@ class _Attention(Attention):
             tp_size=model.tp_size,
             tp_rank=config.mapping.tp_rank,
         )
-        head_norms = architecture_of(model.model).head_norms
+        head_norms = architecture_of(model.sizes).head_norms
         self.qkv = model.linear(layer, "attention.qkv", *([self._norm_heads] if head_norms else []))
         self.dense = model.linear(layer, "attention.dense")
         for name in head_norms:
-            norm = RmsNorm(config.head_size, eps=model.model.norm_epsilon, dtype=_DTYPE)
+            norm = RmsNorm(config.head_size, eps=model.sizes.norm_epsilon, dtype=_DTYPE)
             setattr(self, name.removeprefix("attention."), norm)
 
     def _norm_heads(self, qkv):
@@ -254,7 +254,7 @@ class _Transformer(Module):
         config = model.config
         self.vocab_embedding = Embedding(config.vocab_size, config.hidden_size, dtype=_DTYPE)
         self.layers = DecoderLayerList(lambda config, layer: _Layer(model, layer), config)
-        self.ln_f = _PlainNorm(config.hidden_size, eps=model.model.norm_epsilon, dtype=_DTYPE)
+        self.ln_f = _PlainNorm(config.hidden_size, eps=model.sizes.norm_epsilon, dtype=_DTYPE)
 
     def forward(self, input_ids, position_ids, use_cache, attention_mask, kv_cache_params, attention_params):
         x = self.layers.forward(
@@ -274,7 +274,7 @@ class _Int8Head(Module):
     def __init__(self, model: _Model, rows: int):
         super().__init__()
         self._tp_group = model.tp_group if model.tp_size > 1 else None
-        self.weight = Parameter(shape=(rows, model.model.hidden_size), dtype="int8")
+        self.weight = Parameter(shape=(rows, model.sizes.hidden_size), dtype="int8")
         self.per_channel_scale = Parameter(shape=(1, rows), dtype="float32")
 
     def forward(self, x):
