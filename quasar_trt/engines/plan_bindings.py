@@ -52,11 +52,6 @@ class PlanSizes:
         slot = config.num_key_value_heads * self.capacity * config.head_size
         return 2 * 2 * config.num_hidden_layers * self.limits.max_batch_size * slot
 
-    def cache_bytes(self, config: ModelConfig) -> int:
-        """Of the keys and values of all slots, BF16, of one rank's `config`."""
-        slot = config.num_key_value_heads * self.capacity * config.head_size
-        return 2 * 2 * config.num_hidden_layers * self.limits.max_batch_size * slot
-
     @property
     def verify(self) -> PassSizes:
         """The usual pass: every slot with a token and its draft."""
