@@ -1,7 +1,9 @@
 """What serving costs: python scripts/server_bench.py ENGINE_DIR [--clients N] [--max-tokens N] [--repeats N] [--threads N]
 
 - Throughput: as many streaming clients as prompts against `Runner.generate` with the same prompts, with the default drafter.
-- Processor time of the server per streamed token, beyond what the runner alone takes, as a share of a step: one client, plain.
+- Processor time that serving takes per streamed token, as a share of a step's wall time: one client, plain. It is that of the
+  event loop's thread, and that of the whole process beyond what the runner alone takes for the same text, which is a
+  difference of two large numbers: it tells only on a quiet machine.
 
 Clients are raw sockets in this process. Both sides have the same number of engine threads and take turns; each figure is
 the median over the repeats, (min..max) beside it. The prompts of each repeat are new, so no prefix is reused.
@@ -73,13 +75,19 @@ class Server:
         else:
             sys.exit("the server has not started")
 
-    def cpu_seconds(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    def cpu_seconds(self) -> tuple[float, float]:
+        """Of the whole process, and of its first thread, which is the event loop's."""
+        pid = self.process.pid
+        return _cpu_seconds(f"/proc/{pid}/stat"), _cpu_seconds(f"/proc/{pid}/task/{pid}/stat")
 
     def end(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         self.process.communicate()
+
+
+def _cpu_seconds(path: str) -> float:
+    fields = Path(path).read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def stream(address: tuple[str, int], bodies: list[dict]) -> tuple[float, int]:
@@ -123,7 +131,7 @@ def main(engine_dir: str, num_clients: int, max_tokens: int, repeats: int, threa
     def prompts(count: int) -> list[str]:
         return [" ".join(draw.choices(WORDS, k=40)) for _ in range(count)]
 
-    throughputs, costs = [], []
+    throughputs, loops, costs = [], [], []
     try:
         for number in range(repeats + 1):
             texts = prompts(num_clients)
@@ -138,21 +146,25 @@ def main(engine_dir: str, num_clients: int, max_tokens: int, repeats: int, threa
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
             before = server.cpu_seconds()
             _, num_tokens = stream(server.address, [options | {"prompt": text, "drafter": "none"}])
-            served = server.cpu_seconds() - before
-            extra = served / num_tokens - cpu / num_steps
+            whole, loop = (
+                (later - earlier) / num_tokens for earlier, later in zip(before, server.cpu_seconds(), strict=True)
+            )
+            step, beyond = wall / num_steps, whole - cpu / num_steps
             print(
-                f"{'warm-up' if not number else f'repeat {number}'}: {num_clients} clients {tokens / seconds:.1f} tokens/s, "
-                f"runner alone {alone:.1f}; one client: step {1e3 * wall / num_steps:.2f} ms, server CPU per token "
-                f"{1e3 * served / num_tokens:.2f} ms, of it serving {1e3 * extra:.2f} ms",
+                f"{f'repeat {number}' if number else 'warm-up'}: {num_clients} clients {tokens / seconds:.1f} tokens/s, "
+                f"runner alone {alone:.1f}; one client: step {1e3 * step:.2f} ms, processor time per token: event loop "
+                f"{1e3 * loop:.3f} ms, beyond the runner {1e3 * beyond:.3f} ms",
                 flush=True,
             )
             if number:
                 throughputs.append(tokens / seconds / alone)
-                costs.append(extra / (wall / num_steps))
+                loops.append(loop / step)
+                costs.append(beyond / step)
     finally:
         server.end()
     share(f"throughput of {num_clients} clients / Runner.generate", throughputs)
-    share("processor time of serving a token / a step", costs)
+    share("processor time of the event loop per token / a step", loops)
+    share("processor time beyond the runner's per token / a step", costs)
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
