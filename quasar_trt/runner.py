@@ -87,7 +87,9 @@ class Runner:
         engine or is damaged, for an unknown drafter, option or engine, and for kv_cache_memory_bytes that hold no sequence.
         """
         from quasar_trt.engines import open_engine
+        from quasar_trt.ranks import lead
 
+        lead()  # the other ranks stay here: what follows is said and done once
         engine_dir = Path(engine_dir)
         made_drafter = make_drafter(drafter, drafter_options)
         manifest = Manifest.open(engine_dir)
@@ -280,7 +282,8 @@ class Runner:
         self._scheduler.abort(generation.requests)
 
     def _check_params(self, params: SamplingParams) -> list[list[int]]:
-        """The ids of each bad word. Raises QuasarError for parameters that do not fit the model."""
+        """The ids of each bad word. Raises QuasarError for parameters that do not fit the model or the engine."""
+        self.engine.check_params(params)
         vocab = self.engine.config.vocab_size
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             self._check_ids(name, list(getattr(params, name) or ()))
@@ -332,10 +335,10 @@ def _step_cost(engine: Engine, manifest: Manifest) -> StepCost:
         type(engine).__name__,
         getattr(engine, "threads", None),  # of engines that have them
         getattr(engine, "isa", None),
+        getattr(engine, "hosts", None),
         version_of("quasar-trt"),
         native_build(),
-        cpu_model(),
-        usable_cpus(),
+        engine.device or (cpu_model(), usable_cpus()),
         manifest.limits.max_draft_len,
     ]
     return StepCost.open(engine, manifest.limits.max_draft_len, names)
