@@ -63,9 +63,23 @@ async function stream(answer, signal) {
   for await (const chunk of events(response.body)) {
     if (chunk.error) throw new Error(chunk.error.message);
     answer.add(chunk);
-    element("figures").textContent = answer.figures();
-    conversation.scrollTop = conversation.scrollHeight;
+    show(answer);
   }
+}
+
+let frame = null; // that is asked for: tokens may come faster than they can be drawn
+
+function show(answer) {
+  frame ??= requestAnimationFrame(() => {
+    frame = null;
+    draw(answer);
+  });
+}
+
+function draw(answer) {
+  answer.draw();
+  element("figures").textContent = answer.figures();
+  conversation.scrollTop = conversation.scrollHeight;
 }
 
 async function send(text) {
@@ -79,6 +93,7 @@ async function send(text) {
   } catch (error) {
     if (error.name !== "AbortError") addParagraph("failure", error.message);
   }
+  draw(answer);
   if (answer.text) messages.push({ role: "assistant", content: answer.text });
   else messages.pop();
   setBusy(false);
