@@ -41,9 +41,9 @@ class Estimate:
 
 
 def estimate(
-    config: ModelConfig, recipe: Recipe, tp_size: int, tokens: int, limits: Limits, plans: int = 0
+    config: ModelConfig, recipe: Recipe, tp_size: int, tokens: int, limits: Limits, plans: int | None = None
 ) -> Estimate:
-    """For calibration on at most `tokens` tokens; plans: TensorRT plans that are compiled for each rank, 0 for the CPU.
+    """For calibration on at most `tokens` tokens; plans: how many TensorRT plans are compiled for each rank, None for the CPU.
 
     Memory is that of the widest linear being quantized, or of the vocabulary being rotated, whichever is more: the layer
     and the linear's copies in float32, the second moment of its inputs and its factor, the activations of all tokens.
@@ -66,7 +66,7 @@ def estimate(
         plan += of_rank.logits_size * (config.hidden_size + 4)
     return Estimate(
         checkpoint=checkpoint,
-        engine=plans * tp_size * plan if plans else packed,
+        engine=packed if plans is None else plans * tp_size * plan,
         scratch=total_bytes(packed_spec(config, Recipe("none")).values())
         if writes_itself(config) and (recipe.quantized or tp_size == 1)
         else 0,

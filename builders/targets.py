@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quasar_trt.builders.tensorrt_llm_target import LlmHost, check_llm_target
 from quasar_trt.errors import QuasarError, unknown
 from quasar_trt.machine import available_memory
 from quasar_trt.plan import PLAN_TARGETS
 from quasar_trt.recipe import Recipe
+from quasar_trt.tensorrt_llm_stack import LLM_TARGET
 from quasar_trt.tensorrt_stack import load_stack
 
 # Target -> options of its recipes where these are quantized, but for those of `Recipe` itself. No plan has run yet: until it is known
@@ -16,7 +18,11 @@ _DEFAULTS: dict[str, dict[str, object]] = {
     "cpu": {},
     "tensorrt": {"lm_head": "bf16"},
     "tensorrt-rtx": {"lm_head": "bf16", "activations": 16},
+    LLM_TARGET: {"lm_head": "bf16"},
 }
+
+# What compiles: GPUs to compile plans for, a machine for TensorRT-LLM's engines, or why it is none. Nothing for the CPU.
+Compiler = tuple[int, ...] | LlmHost | QuasarError
 
 
 def target_recipe(target: str, **options: object) -> Recipe:
@@ -28,13 +34,15 @@ def target_recipe(target: str, **options: object) -> Recipe:
     return Recipe(**defaults | given)
 
 
-def check_target(target: str, recipe: Recipe, tp_size: int, sms: Sequence[int]) -> tuple[int, ...]:
-    """The GPUs to compile for, by compute capability times ten; none for the CPU.
+def check_target(target: str, recipe: Recipe, tp_size: int, sms: Sequence[int]) -> Compiler:
+    """What compiles; GPUs are given and returned by compute capability times ten.
 
     Raises QuasarError for a target that is unknown or whose stack is not installed, and for what it cannot compile.
     """
     if target in PLAN_TARGETS:
         return _check_plan(target, recipe, tp_size, sms)
+    if target == LLM_TARGET:
+        return check_llm_target(recipe, sms)
     if target != "cpu":
         raise unknown("target", target, _DEFAULTS)
     if sms:

@@ -64,6 +64,7 @@ class Communicator:
         self._roll = mpi.COMM_WORLD.Dup()
         self._progress = 0  # of the collectives below
         self._watched: list[Callable[[], int]] = [lambda: self._progress]
+        self._launcher = os.getppid()
         threading.Thread(target=self._watch, name="quasar-trt ranks", daemon=True).start()
         places = self.exchange((mpi.Get_processor_name(), _affinity()))
         host, cpus = places[self.rank]
@@ -116,6 +117,7 @@ class Communicator:
     def fail(self, cause: str) -> NoReturn:
         """Ends all ranks, with one line on stderr."""
         print(f"error: rank {self.rank} on {self.hosts[self.rank]}: {cause}", file=sys.stderr, flush=True)
+        time.sleep(0.2)  # so that what the launcher says comes behind
         self.abort()
 
     def abort(self) -> NoReturn:
@@ -127,6 +129,8 @@ class Communicator:
         seen: dict[Callable[[], int], tuple[int, int]] = {}
         while True:
             time.sleep(_TICK)
+            if os.getppid() != self._launcher:  # it was killed and cannot end its ranks
+                os._exit(1)
             for progress in list(self._watched):
                 count, (last, ticks) = progress(), seen.get(progress, (0, 0))
                 ticks = ticks + 1 if count == last and count % 2 else 0

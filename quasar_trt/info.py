@@ -31,6 +31,13 @@ _LOWERINGS = {
     "weight_only": "BF16 activations",
 }
 
+_LOWERINGS = {
+    "weight_only": "BF16 activations",
+    "plugin": "activations quantized by plugins",
+    "stock": "its own modules",
+    "quasar": "our model class",
+}
+
 
 def show_machine(console: Console) -> None:
     console.print(facts_table("this machine", describe_machine()))

@@ -13,10 +13,10 @@ PLAN_TARGETS = ("tensorrt", "tensorrt-rtx")  # what is compiled into plans, name
 class Plan:
     """How the plans of an engine directory were made.
 
-    stack: the distribution that compiled them, "tensorrt" or "tensorrt-rtx"; version: of it, the only one that runs them.
+    stack: the distribution that compiled them, one of `PLAN_TARGETS` or "tensorrt-llm"; version: of it, the only one that runs them.
     sms: GPUs that there is a plan for, by compute capability times ten.
     lowering: of quantized linears, "plugin" (activations quantized per token), "qdq" (with scales fixed by calibration) or
-        "weight_only" (BF16 activations).
+        "weight_only" (BF16 activations); of TensorRT-LLM whose modules the network is of, "stock" or "quasar".
     prefill_rows: most rows of a prompt in one pass.
     """
 

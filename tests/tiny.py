@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     LlamaForCausalLM,
@@ -35,6 +36,16 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+TRANSFORMERS = int(transformers.__version__.split(".")[0])
+
+
+def rope_fields(**parameters) -> dict:
+    """RoPE parameters as fields of a configuration: one in transformers 5, two in transformers 4."""
+    if TRANSFORMERS >= 5:
+        return {"rope_parameters": parameters}
+    return {"rope_theta": parameters.pop("rope_theta"), "rope_scaling": parameters}
+
 
 # Attention is 96 wide, hidden_size 48: nothing may take one for the other.
 SIZES = {
@@ -97,7 +108,8 @@ def tiny_model(architecture: str, seed: int = 0, **overrides) -> PreTrainedModel
 
 def model_config(model: PreTrainedModel) -> ModelConfig:
     config, layer = model.config, model.model.layers[0]
-    rope = getattr(config, "rope_parameters", None) or {**(config.rope_scaling or {}), "rope_theta": config.rope_theta}
+    scaling = getattr(config, "rope_scaling", None) or {}
+    rope = getattr(config, "rope_parameters", None) or {**scaling, "rope_theta": config.rope_theta}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return ModelConfig(
         architecture=type(model).__name__,

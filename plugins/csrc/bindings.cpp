@@ -118,11 +118,11 @@ class PyDecoder {
   }
 
   // Logits [sum of logit_rows, vocab] float32, a read-only view that the next step overwrites; no rows on ranks but the first.
-  py::array step(const std::vector<std::tuple<int, int, int>>& parts, const Array<int32_t>& tokens) {
+  py::array step(const std::vector<std::tuple<int, int, int, std::vector<int>>>& parts, const Array<int32_t>& tokens) {
     std::vector<Part> batch;
     int rows = 0, logit_rows = 0;
-    for (const auto& [sequence, count, wanted] : parts) {
-      batch.push_back({sequence, count, wanted});
+    for (const auto& [sequence, count, wanted, parents] : parts) {
+      batch.push_back({sequence, count, wanted, parents});
       rows += count;
       logit_rows += wanted;
     }
@@ -251,6 +251,7 @@ PYBIND11_MODULE(_native, m) {
       .def("close", [](PyDecoder& d, int sequence) { d.cache().close(sequence); })
       .def("length", [](PyDecoder& d, int sequence) { return d.cache().length(sequence); })
       .def("truncate", [](PyDecoder& d, int sequence, int length) { d.cache().truncate(sequence, length); })
+      .def("compact", [](PyDecoder& d, int sequence, int length, const std::vector<int>& path) { d.cache().compact(sequence, length, path); })
       .def("growth", [](PyDecoder& d, int sequence, int count) { return d.cache().growth(sequence, count); })
       .def("bytes_of", [](PyDecoder& d, int64_t positions) { return d.cache().bytes_of(positions); })
       .def_property_readonly("progress", [](PyDecoder& d) { return d.decoder().progress(); })

@@ -82,8 +82,7 @@ def verify_costs(engine: Engine, context: int = 128, repeats: int = 15) -> dict[
     Leaves out numbers of rows that the engine cannot hold, and shortens `context` to fit its max_seq_len.
     """
 
-    max_rows = engine.capabilities.max_rows
-    numbers = [rows for rows in VERIFY_ROWS if rows < engine.max_seq_len and rows <= max_rows]
+    numbers = [rows for rows in VERIFY_ROWS if rows < engine.max_seq_len and rows <= engine.max_verify_rows]
     sequence = ScratchSequence(engine, min(context, engine.max_seq_len - max(numbers)))
     seconds: dict[int, list[float]] = {rows: [] for rows in numbers}
     for _ in range(repeats):

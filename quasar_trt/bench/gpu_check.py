@@ -21,8 +21,9 @@ from quasar_trt.cli import fail
 from quasar_trt.cli_output import check_outputs, save_json
 from quasar_trt.errors import QuasarError
 from quasar_trt.machine import describe_machine
+from quasar_trt.tensorrt_llm_stack import LLM_TARGET
 
-ENGINE_TARGETS = ("tensorrt-rtx", "tensorrt")  # those that run on a GPU, named as their stacks
+ENGINE_TARGETS = ("tensorrt-rtx", "tensorrt", LLM_TARGET)  # those that run on a GPU, named as their stacks
 
 
 def parts_of(engines: EngineParts) -> dict[str, Callable[[], Outcome]]:

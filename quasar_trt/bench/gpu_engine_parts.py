@@ -23,6 +23,7 @@ from quasar_trt.engines.reference import ReferenceEngine
 from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Manifest
 from quasar_trt.tables import Alarm, FigureTable
+from quasar_trt.tensorrt_llm_stack import LLM_TARGET, llm_release
 from quasar_trt.tensorrt_stack import load_stack
 from quasar_trt.tokenizer import encode_chat, load_tokenizer
 
@@ -73,7 +74,7 @@ class EngineParts:
         """Raises NotRun where the stack is missing."""
         need_gpu()
         try:
-            load_stack(target)
+            llm_release() if target == LLM_TARGET else load_stack(target)
         except QuasarError as error:
             raise NotRun(str(error)) from None
         return {weights: self._engine_dir(target, weights) for weights in WEIGHTS}

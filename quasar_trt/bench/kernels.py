@@ -119,8 +119,11 @@ def engine_curves(
 ) -> tuple[Curve, Curve, Curve | None]:
     """(verify passes, a chunk of prefill, a pass of one row after a long context or None where max_seq_len is too small).
 
-    The sequences that they run on are closed by `stack`. Raises QuasarError when a sequence or a pass cannot hold the rows.
+    The sequences that they run on are closed by `stack`. Raises QuasarError when a sequence or a pass cannot hold the rows, and
+    for an engine that accepts inside.
     """
+    if engine.capabilities.accepts_inside:
+        raise QuasarError(f"engine {name} runs requests and has no passes to time; compare it with: quasar-trt bench")
     most = min(engine.capabilities.max_rows, engine.max_seq_len - 1)
     if rows[-1] > most:
         raise QuasarError(f"rows are {','.join(map(str, rows))}; engine {name} allows {most}")

@@ -10,14 +10,14 @@ from rich.console import Console
 from quasar_trt.bench.cell import CELLS, CellHere, CellProcess
 from quasar_trt.bench.options import BenchOptions
 from quasar_trt.bench.progress import progress_bar
-from quasar_trt.bench.prompts import EncodedPrompt, Prompt, random_prompts
+from quasar_trt.bench.prompts import Prompt, encode_prompts, random_prompts
 from quasar_trt.bench.report import Report, Run
 from quasar_trt.checkpoint import Checkpoint
 from quasar_trt.engines import engine_of
 from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Manifest
 from quasar_trt.ranks import lead
-from quasar_trt.tokenizer import encode, encode_chat, load_tokenizer
+from quasar_trt.tokenizer import load_tokenizer
 
 
 def run_bench(
@@ -31,7 +31,7 @@ def run_bench(
     """
     sampling_params = options.sampling_params
     max_seq_len, vocab_size, engine = _check_engines(engine_dirs)
-    encoded = _encode(prompts, _tokenizer(engine_dirs), options.raw, max_seq_len)
+    encoded = encode_prompts(prompts, _tokenizer(engine_dirs), options.raw, max_seq_len)
     encoded += random_prompts(options.random_prompts, options.seed, vocab_size, max_seq_len)
 
     make_cell = CellProcess if lead() is None else CellHere
@@ -101,15 +101,3 @@ def _tokenizer(engine_dirs: dict[str, Path]):
             f"{' and '.join(map(str, engine_dirs.values()))} have different tokenizers; build both from one model"
         )
     return one
-
-
-def _encode(prompts: list[Prompt], tokenizer, raw: bool, max_seq_len: int) -> list[EncodedPrompt]:
-    """Raises QuasarError for one that leaves no room for an answer."""
-    ids = [encode(tokenizer, prompt.text) if raw else encode_chat(tokenizer, prompt.messages) for prompt in prompts]
-    for number, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True), 1):
-        if not 0 < len(tokens) < max_seq_len:
-            raise QuasarError(
-                f"prompt {number} (task {prompt.task}) has {len(tokens)} tokens; allowed: 1 to {max_seq_len - 1}, one "
-                "less than the engines' max_seq_len; shorten it or build with a larger --max-seq-len"
-            )
-    return [EncodedPrompt(prompt.task, tokens) for prompt, tokens in zip(prompts, ids, strict=True)]

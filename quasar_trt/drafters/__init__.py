@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from quasar_trt.drafters.base import Drafter
 from quasar_trt.drafters.ngram import NgramDrafter, NgramOptions
+from quasar_trt.drafters.recycle import RecycleDrafter, RecycleOptions
 from quasar_trt.drafters.suffix import SuffixDrafter, SuffixOptions
 from quasar_trt.errors import QuasarError, unknown
 
@@ -13,6 +14,7 @@ from quasar_trt.errors import QuasarError, unknown
 DRAFTERS: dict[str, tuple[type[Drafter], type]] = {
     "suffix": (SuffixDrafter, SuffixOptions),
     "ngram": (NgramDrafter, NgramOptions),
+    "recycle": (RecycleDrafter, RecycleOptions),
 }
 
 

@@ -10,12 +10,13 @@ from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError, unknown
 from quasar_trt.manifest import Manifest
 from quasar_trt.tensor_parallel import check_ranks
+from quasar_trt.tensorrt_llm_stack import LLM_TARGET
 
 
 def _open_cpu(directory: Path, manifest: Manifest, threads: int | None, ranks: Communicator | None = None) -> Engine:
     from quasar_trt.engines.cpu import CpuEngine
 
-    if manifest.plan is not None:
+    if manifest.target != "cpu":
         raise QuasarError(
             f"{directory} was built for target '{manifest.target}', engine 'cpu' runs target 'cpu'; on a CPU use engine "
             "'reference', or build it with --target cpu"
@@ -46,8 +47,25 @@ def _open_tensorrt(
     return TensorRTEngine.from_dir(directory, ranks)
 
 
-ENGINES = {"cpu": _open_cpu, "reference": _open_reference, "tensorrt": _open_tensorrt}
-OF_SEVERAL_RANKS = ("cpu", "tensorrt")  # those that also take the ranks
+def _open_tensorrt_llm(
+    directory: Path, manifest: Manifest, threads: int | None, ranks: Communicator | None = None
+) -> Engine:
+    from quasar_trt.engines.tensorrt_llm import TensorRTLLMEngine
+
+    if threads is not None:
+        raise QuasarError(
+            f"threads is {threads}; engine 'tensorrt_llm' has no use for it, its work is the GPU's: leave it out"
+        )
+    return TensorRTLLMEngine.from_dir(directory, ranks)
+
+
+ENGINES = {
+    "cpu": _open_cpu,
+    "reference": _open_reference,
+    "tensorrt": _open_tensorrt,
+    "tensorrt_llm": _open_tensorrt_llm,
+}
+OF_SEVERAL_RANKS = ("cpu", "tensorrt", "tensorrt_llm")  # those that also take the ranks
 
 
 def default_engine() -> str:
@@ -62,13 +80,16 @@ def default_engine() -> str:
 
 def engine_of(manifest: Manifest) -> str:
     """What "auto" is for an engine directory."""
-    return default_engine() if manifest.target == "cpu" else "tensorrt"
+    if manifest.target == "cpu":
+        return default_engine()
+    return "tensorrt_llm" if manifest.target == LLM_TARGET else "tensorrt"
 
 
 def open_engine(directory: Path, engine: str = "auto", threads: int | None = None) -> Engine:
     """Opens an engine directory after checking its manifest (sizes, format version, header hashes).
 
-    engine: "auto" or a key of `ENGINES`. threads: for the engine's own work, default all cores.
+    engine: a key of `ENGINES`, or "auto" for the one of the directory's target. threads: for the engine's own work, default all
+    cores.
     Of several ranks rank 0 alone returns, with an engine that all of them run (see `ranks.lead`). Raises QuasarError.
     """
     from quasar_trt.ranks import lead

@@ -64,7 +64,7 @@ class CpuEngine(Engine):
         self.threads = threads
         self.isa = isa or native.isa_names()[0]
         self.capabilities = Capabilities(
-            max_rows=max_rows, accepts_inside=False, tree=False, hidden_states=False, fork=True, exact=True
+            max_rows=max_rows, accepts_inside=False, tree=True, hidden_states=False, fork=True, exact=True
         )
         tensors = map_tensors(path)
         self.weight_bytes_per_step = sum(
@@ -131,14 +131,17 @@ class CpuEngine(Engine):
         for entry in batch:
             lengths.append(self.length(entry.sequence))
             drafted = len(entry.draft.ids)
-            parts.append((entry.sequence, len(entry.tokens) + drafted, 1 + drafted if entry.needs_logits else 0))
+            parents = entry.draft.parents if entry.draft.is_tree else ()
+            parts.append(
+                (entry.sequence, len(entry.tokens) + drafted, 1 + drafted if entry.needs_logits else 0, parents)
+            )
             tokens += entry.tokens
             tokens += entry.draft.ids
         logits = self._decoder.step(parts, np.array(tokens, np.int32))
         acceptances: list[Acceptance | None] = []
         row = 0
         try:
-            for index, (entry, (_, _, wanted)) in enumerate(zip(batch, parts, strict=True)):
+            for index, (entry, (_, _, wanted, _)) in enumerate(zip(batch, parts, strict=True)):
                 rows = logits[row : row + wanted]
                 row += wanted
                 acceptances.append(checked_acceptance(accept(index, rows), entry.draft) if wanted else None)
@@ -148,7 +151,11 @@ class CpuEngine(Engine):
             raise
         for entry, length, acceptance in zip(batch, lengths, acceptances, strict=True):
             if acceptance is not None and acceptance.num_accepted_tokens < len(entry.draft.ids):
-                self.truncate(entry.sequence, length + len(entry.tokens) + acceptance.num_accepted_tokens)
+                committed = length + len(entry.tokens)
+                if entry.draft.is_tree:
+                    self._decoder.compact(entry.sequence, committed, acceptance.path or ())
+                else:
+                    self.truncate(entry.sequence, committed + acceptance.num_accepted_tokens)
         return acceptances
 
 

@@ -84,6 +84,14 @@ class KVCache:
         storage = self.keys[0].untyped_storage()
         return storage.data_ptr(), storage.nbytes()
 
+    def compact(self, length: int, path: Sequence[int]) -> KVCache:
+        """A cache of the first `length` tokens and those at `length` + each of `path`."""
+        kept = torch.tensor([*range(length), *[length + index for index in path]], device=self.keys[0].device)
+        other = object.__new__(KVCache)
+        other.keys = [keys[:, kept] for keys in self.keys]
+        other.values = [values[:, kept] for values in self.values]
+        return other
+
     def first(self, length: int) -> KVCache:
         """A cache of the first `length` tokens, sharing this one's tensors."""
         other = object.__new__(KVCache)
@@ -93,6 +101,9 @@ class KVCache:
 
 
 Batch = Sequence[tuple[Sequence[int], KVCache]]  # new ids of a sequence, and what it has cached
+Parents = Sequence[
+    Sequence[int]
+]  # of each sequence of a batch: the parents of its last ids where they are a tree, else empty
 
 
 class ReferenceModel:
@@ -137,14 +148,19 @@ class ReferenceModel:
         return self.logits(self.hidden_states([(ids, self.new_cache())]))
 
     @torch.no_grad()
-    def hidden_states(self, batch: Batch) -> Tensor:
+    def hidden_states(self, batch: Batch, parents: Parents | None = None) -> Tensor:
         """Runs the layers over new ids of several sequences, packed into rows one sequence after the other.
 
         Extends each cache by its ids. Returns the states after the final norm, [rows, hidden_size].
         """
-        x, rotations = self.embed(batch), self.rotations(batch)
+        x, rotations = self.embed(batch), self.rotations(batch, parents)
+        masks = (
+            None
+            if parents is None
+            else [_visible(len(ids), each) for (ids, _), each in zip(batch, parents, strict=True)]
+        )
         for i in range(self.config.num_hidden_layers):
-            x = self.layer(i, x, batch, rotations)
+            x = self.layer(i, x, batch, rotations, masks)
         return self._norm("transformer.ln_f", x)
 
     def embed(self, batch: Batch) -> Tensor:
@@ -153,12 +169,17 @@ class ReferenceModel:
         return self.tensors["transformer.vocab_embedding.weight"][ids].to(self.dtype)
 
     @torch.no_grad()
-    def layer(self, i: int, x: Tensor, batch: Batch, rotations: tuple[Tensor, Tensor]) -> Tensor:
-        """Runs layer i over packed rows x [rows, hidden_size] and extends its part of each cache."""
+    def layer(
+        self, i: int, x: Tensor, batch: Batch, rotations: tuple[Tensor, Tensor], masks: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        """Runs layer i over packed rows x [rows, hidden_size] and extends its part of each cache.
+
+        masks: of each sequence, which new rows (columns) each new row sees, [rows, rows] bool; None for all up to itself.
+        """
         prefix = LAYER_PREFIX.format(i=i)
         normed = self._norm(f"{prefix}input_layernorm", x)
         qkv = self._linear(f"{prefix}attention.qkv", normed)
-        x = x + self._linear(f"{prefix}attention.dense", self._attention(i, qkv, *rotations, batch))
+        x = x + self._linear(f"{prefix}attention.dense", self._attention(i, qkv, rotations, batch, masks))
         normed = self._norm(f"{prefix}post_layernorm", x)
         gate, up = self._linear(f"{prefix}mlp.fc", normed), self._linear(f"{prefix}mlp.gate", normed)
         return x + self._linear(f"{prefix}mlp.proj", ops.silu_mul(gate, up).to(self.dtype))
@@ -210,10 +231,12 @@ class ReferenceModel:
         weight_scale = self.tensors[f"{name}.per_channel_scale"].flatten()
         return self._operations.LINEAR[bits](q, scale, weight, weight_scale, bias).to(self.dtype)
 
-    def rotations(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def rotations(self, batch: Batch, parents: Parents | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin of the packed rows, each [rows, 1, head_size / 2]; the tables grow as positions ask for it."""
-        starts = [cache.length for _, cache in batch]
-        positions = torch.cat([torch.arange(s, s + len(t)) for s, (t, _) in zip(starts, batch, strict=True)])
+        trees = parents or [()] * len(batch)
+        positions = torch.cat(
+            [cache.length + _depths(len(ids), each) for (ids, cache), each in zip(batch, trees, strict=True)]
+        )
         needed = int(positions.max()) + 1
         if needed > len(self._cos):
             tables = rope_tables(self.config, 2 * needed)
@@ -221,7 +244,7 @@ class ReferenceModel:
         positions = positions.to(self.device)
         return self._cos[positions, None], self._sin[positions, None]
 
-    def _attention(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, batch) -> Tensor:
+    def _attention(self, layer: int, qkv: Tensor, rotations, batch: Batch, masks: Sequence[Tensor] | None) -> Tensor:
         """Causal grouped-query attention of each sequence over its own cache: [rows, qkv_size] -> [rows, heads * head_size]."""
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         qkv = qkv.view(len(qkv), heads + 2 * kv_heads, self.config.head_size)
@@ -230,13 +253,14 @@ class ReferenceModel:
             prefix = LAYER_PREFIX.format(i=layer)
             queries = self._norm(f"{prefix}attention.q_layernorm", queries)
             keys = self._norm(f"{prefix}attention.k_layernorm", keys)
-        queries, keys = _rotate(queries, cos, sin), _rotate(keys, cos, sin)
+        queries, keys = _rotate(queries, *rotations), _rotate(keys, *rotations)
         outputs = []
         counts = [len(tokens) for tokens, _ in batch]
-        split = zip(batch, queries.split(counts), keys.split(counts), values.split(counts), strict=True)
-        for (_, cache), q, k, v in split:
+        masks = masks or [_visible(count) for count in counts]
+        split = zip(batch, queries.split(counts), keys.split(counts), values.split(counts), masks, strict=True)
+        for (_, cache), q, k, v, mask in split:
             all_keys, all_values = cache.extend(layer, k.transpose(0, 1), v.transpose(0, 1))
-            outputs.append(_attend(q, all_keys.to(self.dtype), all_values.to(self.dtype)))
+            outputs.append(_attend(q, all_keys.to(self.dtype), all_values.to(self.dtype), mask.to(q.device)))
         return torch.cat(outputs)
 
 
@@ -246,19 +270,34 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """queries [rows, heads, size] are the last rows of the sequence; keys and values [kv heads, length, size]."""
+def _depths(rows: int, parents: Sequence[int] = ()) -> Tensor:
+    """How many of the new rows of a sequence come before each of them on its path, [rows]; `parents` as in `Parents`."""
+    return _visible(rows, parents).sum(dim=1) - 1
+
+
+def _visible(rows: int, parents: Sequence[int] = ()) -> Tensor:
+    """[rows, rows] bool: whether a row (of the first index) sees another of the same sequence; `parents` as in `Parents`."""
+    visible = torch.ones(rows, rows, dtype=torch.bool).tril()
+    root = rows - len(parents)
+    for row, parent in enumerate(parents, root):
+        visible[row, root:row] = visible[root + parent, root:row] if parent >= 0 else False
+    return visible
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+    """queries [rows, heads, size] are the last rows of the sequence, and see of each other what `visible` [rows, rows] says;
+    keys and values [kv heads, length, size]."""
     rows, heads, size = queries.shape
     kv_heads, length, _ = keys.shape
     queries = queries.view(rows, kv_heads, heads // kv_heads, size).permute(1, 2, 0, 3)  # [kv, group, rows, size]
     scores = (queries @ keys[:, None].transpose(-1, -2)).float() / math.sqrt(size)
-    later = torch.ones(rows, length, dtype=torch.bool, device=keys.device).triu(length - rows + 1)
-    weights = scores.masked_fill(later, -torch.inf).softmax(dim=-1).to(values.dtype)
+    scores[..., length - rows :].masked_fill_(~visible, -torch.inf)
+    weights = scores.softmax(dim=-1).to(values.dtype)
     return (weights @ values[:, None]).permute(2, 0, 1, 3).reshape(rows, heads * size)
 
 
 class ReferenceEngine(Engine):
-    """`ReferenceModel` behind the engine interface; drafts are chains."""
+    """`ReferenceModel` behind the engine interface."""
 
     def __init__(
         self, model: ReferenceModel, *, max_seq_len: int, max_rows: int = 512, kv_dtype: torch.dtype = torch.bfloat16
@@ -267,7 +306,7 @@ class ReferenceEngine(Engine):
         self.config = model.config
         self.max_seq_len = max_seq_len
         self.capabilities = Capabilities(
-            max_rows=max_rows, accepts_inside=False, tree=False, hidden_states=False, fork=True, exact=False
+            max_rows=max_rows, accepts_inside=False, tree=True, hidden_states=False, fork=True, exact=False
         )
         self.weight_bytes_per_step = sum(
             tensor.nbytes
@@ -344,7 +383,8 @@ class ReferenceEngine(Engine):
         caches = [self._cache(entry.sequence) for entry in batch]
         extended = [cache.first(cache.length) for cache in caches]
         rows = [(*entry.tokens, *entry.draft.ids) for entry in batch]
-        states = self.model.hidden_states(list(zip(rows, extended, strict=True))).split([len(ids) for ids in rows])
+        parents = [entry.draft.parents if entry.draft.is_tree else () for entry in batch]
+        states = self.model.hidden_states(list(zip(rows, extended, strict=True)), parents).split(list(map(len, rows)))
         acceptances: list[Acceptance | None] = []
         kept: list[KVCache] = []
         for index, entry in enumerate(batch):
@@ -354,7 +394,11 @@ class ReferenceEngine(Engine):
                 acceptance = checked_acceptance(accept(index, logits.cpu().numpy()), entry.draft)
                 drafted = acceptance.num_accepted_tokens
             acceptances.append(acceptance)
-            kept.append(extended[index].first(caches[index].length + len(entry.tokens) + drafted))
+            committed = caches[index].length + len(entry.tokens)
+            if parents[index]:
+                kept.append(extended[index].compact(committed, acceptance.path or ()))
+            else:
+                kept.append(extended[index].first(committed + drafted))
         self._caches.update((entry.sequence, cache) for entry, cache in zip(batch, kept, strict=True))
         return acceptances
 

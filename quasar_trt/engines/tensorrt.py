@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quasar_trt.checkpoint import EMBEDDING, HEAD, Checkpoint, checkpoint_spec
+from quasar_trt.checkpoint import HEAD, Checkpoint, checkpoint_spec, weight_bytes
 from quasar_trt.communicator import Communicator
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.engines.plan_bindings import PlanSizes
@@ -63,7 +63,7 @@ class TensorRTEngine(Engine):
         engine_dir = Path(engine_dir)
         manifest = Manifest.open(engine_dir)
         plan = manifest.plan
-        if plan is None:
+        if manifest.target not in PLAN_TARGETS:
             raise QuasarError(
                 f"{engine_dir} was built for target '{manifest.target}'; engine 'tensorrt' runs targets {', '.join(PLAN_TARGETS)}"
             )
@@ -193,12 +193,8 @@ class TensorRTEngine(Engine):
 
 
 def _weight_bytes(config: ModelConfig, recipe: Recipe) -> int:
-    """That one pass reads of one rank's weights."""
-    matrices = {
-        name: spec.nbytes
-        for name, spec in checkpoint_spec(config, recipe).items()
-        if name.endswith(".weight") and len(spec.shape) == 2 and name != EMBEDDING
-    }
+    """Bytes of weights that a pass reads of one rank's."""
+    read = weight_bytes(config, recipe)
     if recipe.lm_head == "rescored":  # INT8 codes, and BF16 rows of a few ids
-        matrices[HEAD] //= 2
-    return sum(matrices.values())
+        read -= checkpoint_spec(config, recipe)[HEAD].nbytes // 2
+    return read

@@ -10,7 +10,7 @@ import tensorrt_rtx as trt
 import torch
 from ranks import SIZES, forward, shards
 from recorded_network import RecordedNetwork
-from tiny import LLAMA3, MODELS, random_ids, tiny_checkpoint
+from tiny import LLAMA3, MODELS, random_ids, rope_fields, tiny_checkpoint
 from tiny_network import InterpretedDecoder, decoder_graph, real_network
 
 from quasar_trt.architectures import hadamard_blocks
@@ -153,7 +153,7 @@ def test_ranks_rescore_the_best_of_their_own_shares():
 
 
 def test_scaled_rope_and_a_tied_head_come_from_the_checkpoint():
-    config, recipe, tensors = tiny_checkpoint(rope_parameters=LLAMA3 | {"rope_theta": 1e4}, tie_word_embeddings=True)
+    config, recipe, tensors = tiny_checkpoint(**rope_fields(**LLAMA3, rope_theta=1e4), tie_word_embeddings=True)
     check_decoding(config, recipe, tensors, atol=2e-4)
 
 

@@ -133,7 +133,7 @@ def test_without_a_gpu_every_part_says_so_and_the_file_is_written(tmp_path):
     found = check(output)
     assert found.returncode == 1
     saved = json.loads(output.read_text())
-    targets = ("tensorrt-rtx", "tensorrt")
+    targets = ("tensorrt-rtx", "tensorrt", "tensorrt-llm")
     assert list(saved["parts"]) == [
         *("kernel tests", "kernel times", "step cost", "reference engine"),
         *(name for target in targets for name in (target, f"{target}, four cells")),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from executor_double import executor_double
+from llm_engines import retarget
 from plan_double import CpuDevice
 from stubs import StubEngine, random_logits
 from tiny_plan import double_of, install, write_plan_dir
@@ -15,7 +18,8 @@ from quasar_trt.bench import gpu_engine_parts
 from quasar_trt.bench.engine_comparison import EngineComparison, compare, logits_of
 from quasar_trt.bench.gpu_engine_parts import EngineParts
 from quasar_trt.bench.gpu_part import NotRun
-from quasar_trt.engines import cuda_device
+from quasar_trt.engines import cuda_device, executor_session
+from quasar_trt.engines.reference import ReferenceEngine
 from quasar_trt.errors import QuasarError
 
 VOCAB = 7
@@ -105,6 +109,19 @@ def test_plans_are_compared_with_the_reference_engine(parts):
     assert [row[0] for row in table.rows] == ["BF16", "INT8"] and table.rows[0][1:] == table.rows[1][1:]
 
 
+def test_engines_of_tensorrt_llm_are_compared_by_their_ids(parts, engine_dirs, tmp_path, monkeypatch):
+    directory = retarget(shutil.copytree(engine_dirs["BF16"], tmp_path / "llm"))
+    monkeypatch.setattr(parts, "_engine_dir", lambda target, weights: directory)
+    monkeypatch.setattr(gpu_engine_parts, "llm_release", lambda: "1.2.1")
+    monkeypatch.setattr(executor_session, "llm_release", lambda: "1.2.1")
+    monkeypatch.setattr(executor_session, "CudaDevice", lambda number: CpuDevice(sm=90))
+    with executor_double(ReferenceEngine.from_dir(directory).model):
+        outcome = parts.target("tensorrt-llm")
+    assert outcome.failure == ""
+    for figures in outcome.figures.values():  # a cache of float32 here too
+        assert figures["num_prompts"] == 2 and figures["gap"] < 0.02 and figures["kl"] is None
+
+
 def test_the_reference_engine_is_compared_with_itself(parts):
     assert parts.reference().figures["INT8"]["difference"] == 0
 
@@ -127,6 +144,8 @@ def test_a_missing_stack_is_told(parts, monkeypatch):
     for part in (parts.target, parts.cells):
         with pytest.raises(NotRun, match="the package tensorrt is needed"):
             part("tensorrt")
+        with pytest.raises(NotRun, match="the package tensorrt-llm is needed"):
+            part("tensorrt-llm")
 
 
 def test_engines_are_built_once_for_the_gpu_that_is_there(tmp_path, monkeypatch):

@@ -21,7 +21,8 @@ DRAFTER = {
         "prompt_lookup_max": 1,
         "prompt_lookup_min": 3,
     },
-    "suffix": {"num_speculative_tokens": 2, "history_tokens": 100},
+    "recycle": {"num_speculative_tokens": 2},
+    "suffix": {"num_speculative_tokens": 2, "branches": 3, "history_tokens": 100},
 }
 DRAFTER_CONTEXT = [1, 2, 7, 6, 5, 4, 3, 8, 2, 1, 2]
 DRAFTER_ANSWER = [8, 2, 1, 2, 9, 9]
@@ -40,7 +41,7 @@ def propose(name: str, **options) -> tuple[int, ...]:
         drafter=make_drafter(name, options),
         max_batch_size=1,
     )
-    runner.generate([[0], DRAFTER_CONTEXT], SamplingParams(temperature=0, max_tokens=len(DRAFTER_ANSWER)))
+    runner.generate([[0], DRAFTER_CONTEXT], SamplingParams(temperature=0, max_tokens=20))
     return next(step.drafts[-1] for step in engine.passes if step.tokens[-1] == DRAFTER_CONTEXT)
 
 

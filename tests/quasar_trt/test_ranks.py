@@ -22,7 +22,9 @@ SIZES = {
     "num_hidden_layers": 3,
 }
 EXACT = ("int8", "int8 with int8 head", "int8 with rescored head", "16-bit activations")
-CASES = {name: ({"attention_bias": True, "mlp_bias": True} if name == "int8 with int8 head" else {}) for name in RECIPES}
+CASES = {
+    name: ({"attention_bias": True, "mlp_bias": True} if name == "int8 with int8 head" else {}) for name in RECIPES
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +61,8 @@ def test_ranks_have_the_bits_of_one_process_where_all_sums_are_of_whole_numbers(
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("recipe", [name for name in CASES if name not in EXACT])
 def test_ranks_of_bf16_linears_differ_by_the_order_of_float_sums(found, recipe, num_ranks):
-    # Where codes of later layers move by one step, that shows: 8 bits round coarsely.
-    tolerance = {"bf16": 1e-3, "mixed": 0.1, "mixed, 16-bit activations": 2e-3}[recipe]
+    # A sum in another order may move a BF16 value of the cache by one step, or a code of 8 bits, and with it later ones.
+    tolerance = {"bf16": 0.02, "mixed": 0.1, "mixed, 16-bit activations": 0.02}[recipe]
     for name, one in found[1][recipe]["logits"].items():
         rows = found[num_ranks][recipe]["logits"][name]
         assert rows.shape == one.shape  # the true vocabulary: padding is gone
@@ -85,7 +87,14 @@ def test_drafted_ids_equal_plain_ids_for_every_number_of_ranks(found, recipe, nu
         for drafter in ("ngram", "suffix"):
             assert ids[f"{params}, {drafter}"] == ids[f"{params}, None"]
     assert ids["accepted, ngram"] > 0 and ids["accepted, suffix"] > 0
-    assert ids["little memory"] == ids["sampled, None"] and ids["preemptions"] > 0 and ids["reused"] > 0
+    assert ids["reused"] > 0
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("recipe", CASES)
+def test_a_request_that_loses_its_cache_on_all_ranks_has_the_same_ids(found, recipe, num_ranks):
+    ids = found[num_ranks][recipe]["answers"]
+    assert ids["little memory"] == ids["much memory"] and ids["preemptions"] > 0
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -93,5 +102,3 @@ def test_drafted_ids_equal_plain_ids_for_every_number_of_ranks(found, recipe, nu
 def test_greedy_ids_of_bf16_linears_are_those_of_one_process(found, recipe, num_ranks):
     """They might part where one process finds the two best logits within 1e-3; on these prompts none does."""
     assert found[num_ranks][recipe]["answers"]["greedy, None"] == found[1][recipe]["answers"]["greedy, None"]
-
-

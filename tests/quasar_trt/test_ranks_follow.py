@@ -232,7 +232,9 @@ def test_a_rank_that_cannot_load_is_named_and_another_engine_can_be_opened(pair,
 def test_another_engine_on_one_rank_is_refused(pair, monkeypatch):
     main = threading.main_thread()
     monkeypatch.setattr(ranks, "_sha256", lambda path: ("a" if threading.current_thread() is main else "b") * 64)
-    with pytest.raises(QuasarError, match=r"rank 1 on second has engine b{16}, rank 0 on first has a{16}; .* the same files in"):
+    with pytest.raises(
+        QuasarError, match=r"rank 1 on second has engine b{16}, rank 0 on first has a{16}; .* the same files in"
+    ):
         pair.open()
 
 

@@ -188,7 +188,7 @@ def test_close_frees_one_sequence_and_handles_are_never_reused():
 BAD_STEPS = {
     "too many rows": ([0, 1], Draft(tuple(range(63))), "66 rows; this engine allows 64"),
     "no committed token": ([], Draft((1,)), "no committed token"),
-    "a branching draft": ([1], Draft((2, 3), parents=(-1, -1)), "chains only"),
+    "a child before its parent": ([1], Draft((2, 3), parents=(1, -1)), "no tree of 2 tokens"),
     "too long a sequence": (list(range(60)), Draft((1, 2, 3)), "would hold 68 tokens; allowed: 67"),
     "an id beyond the vocabulary": ([1], Draft((131,)), "token id 131 is outside the vocabulary of 131"),
     "a negative id": ([-1], Draft(), "token id -1"),
