@@ -59,7 +59,7 @@ def answers(directory: Path) -> dict[str, object]:
             outputs = runner.generate(prompts, params)
             found[f"{name}, {drafter}"] = [each.token_ids for output in outputs for each in output.outputs]
         found[f"accepted, {drafter}"] = runner.stats.num_accepted_tokens
-    found["drafted later"] = runner.generate([prompt + [1] for prompt in prompts], GREEDY)  # their prefixes are kept
+    found["drafted later"] = runner.generate([[*prompt, 1] for prompt in prompts], GREEDY)  # their prefixes are kept
     found["drafted later"] = [output.outputs[0].token_ids for output in found["drafted later"]]
     found["reused"] = runner.service.num_reused_tokens
     aborted, other = runner.prepare(prompts[2], GREEDY), runner.prepare(prompts[3], SAMPLED)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from mpi import errors, run_ranks
+
 from quasar_trt.builders.build import build
 from quasar_trt.recipe import Recipe
 
