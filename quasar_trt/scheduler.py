@@ -164,6 +164,8 @@ class Scheduler:
         for index, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
             if request.reaches_end(chunk):
                 num_emitting += 1
+                if not request.known_to_drafter:
+                    continue
                 # The verifier itself gives one id, so no draft token lies beyond max_tokens or the context limit.
                 limit = min(self._max_draft_len, free, request.stop.remaining - 1)
                 limit, room = self._kv_budget.fit_draft(*rows[index], limit, room)
@@ -183,7 +185,7 @@ class Scheduler:
         return drafts
 
     def _commit(self, request: Request, chunk: list[int], draft: Draft, acceptance: Acceptance) -> None:
-        emitted, num_accepted_tokens = request.commit(chunk, acceptance)
+        emitted, num_accepted_tokens = request.commit(chunk, draft, acceptance)
         for metrics in (request.metrics, self.stats):
             metrics.count(len(draft), num_accepted_tokens, len(emitted))
         if emitted:
@@ -191,5 +193,5 @@ class Scheduler:
             for metrics in (request.service, self.service):
                 metrics.count(len(emitted), now - request.submitted_at, request.emitted_at and now - request.emitted_at)
             request.emitted_at = now
-        if self._drafter and request.finish_reason is None:
+        if request.known_to_drafter and request.finish_reason is None:
             self._drafter.observe(request.id, emitted, num_accepted_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -180,6 +181,25 @@ class StubEngine(Engine):
         if sequence not in self.caches:
             raise ValueError(f"sequence {sequence} is not open")
         return self.caches[sequence]
+
+
+class GatedEngine(StubEngine):
+    """Its passes wait for `gate`, which is open at first; `fault` is raised by the next one."""
+
+    fault: BaseException | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def step(self, batch, accept):
+        assert self.gate.wait(30)
+        fault, self.fault = self.fault, None
+        if fault:
+            super().step(batch[:1], accept)
+            raise fault
+        return super().step(batch, accept)
 
 
 class StubDrafter(Drafter):

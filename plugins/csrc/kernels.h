@@ -71,10 +71,18 @@ struct Kernels {
   // Hadamard matrix of Sylvester's construction.
   RowScale (*quantize8)(const float* x, const float* inverse_smoother, int hadamard, int n, float* scratch, int8_t* q);
   RowScale (*quantize16)(const float* x, const float* inverse_smoother, int hadamard, int n, float* scratch, int16_t* q);
+  // The same in two parts, for a row whose columns lie with several ranks: smooths (the smoother is not null) and transforms x and
+  // returns its absmax; then the codes by the absmax of the whole row.
+  float (*smooth_in_place)(float* x, const float* inverse_smoother, int hadamard, int n);
+  RowScale (*codes8)(const float* x, float absmax, int n, int8_t* q);
+  RowScale (*codes16)(const float* x, float absmax, int n, int16_t* q);
   // Linears over blocks [begin, end) of the weight and all `rows`; x rows are `stride` elements apart.
   void (*linear_w8a8)(const Weight&, const int8_t* x, int stride, const RowScale*, int rows, int begin, int end, Output);
   void (*linear_w8a16)(const Weight&, const int16_t* x, int stride, const RowScale*, int rows, int begin, int end, Output);
   void (*linear_bf16)(const Weight&, const float* x, int stride, int rows, int begin, int end, Output);
+  // Their sums of codes, exact whole numbers, without scales and bias: y[row * y_stride + n].
+  void (*sums_w8a8)(const Weight&, const int8_t* x, int stride, const RowScale*, int rows, int begin, int end, int32_t* y, int y_stride);
+  void (*sums_w8a16)(const Weight&, const int16_t* x, int stride, const RowScale*, int rows, int begin, int end, double* y, int y_stride);
   // Softmax attention of up to kMaxQueries queries over one key/value head, each of the chunks [begin, end) apart: writes those
   // of partials [chunk][count][partial_size(head)]. keys[i] and values[i] are the pages of slots i * kPage ...;
   // scratch: attention_scratch(head) floats.

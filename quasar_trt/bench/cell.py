@@ -44,6 +44,7 @@ class Measurement:
     decode_tokens, decode_seconds: after the first emitted tokens (see the package's definitions).
     num_verify_steps: passes that emitted tokens, the prompt's last included.
     seconds: {"draft", "verify", "accept"} -> time spent there, the prompt's passes counted as verify.
+    communication_seconds: of verify, what rank 0 spent in collectives, waiting for other ranks included.
     """
 
     token_ids: tuple[int, ...]
@@ -51,11 +52,12 @@ class Measurement:
     decode_seconds: float
     num_verify_steps: int
     seconds: dict[str, float]
+    communication_seconds: float = 0.0
 
 
 def measure(runner: Runner, prompt_ids: list[int], sampling_params: SamplingParams) -> Measurement:
     """Decodes one prompt and times it."""
-    before = runner.stats.snapshot()
+    before, communicated = runner.stats.snapshot(), runner.engine.communication_seconds
     clock = DecodeClock()
     runner.reset_prefix_cache()  # every run computes its prompt
     stream = runner.stream(prompt_ids, sampling_params, detokenize=False)
@@ -67,6 +69,7 @@ def measure(runner: Runner, prompt_ids: list[int], sampling_params: SamplingPara
         decode_seconds=clock.seconds,
         num_verify_steps=used.num_verify_steps,
         seconds={"draft": used.draft_seconds, "verify": used.verify_seconds, "accept": used.accept_seconds},
+        communication_seconds=runner.engine.communication_seconds - communicated,
     )
 
 
@@ -79,8 +82,7 @@ def verify_costs(engine: Engine, context: int = 128, repeats: int = 15) -> dict[
     Leaves out numbers of rows that the engine cannot hold, and shortens `context` to fit its max_seq_len.
     """
 
-    max_rows = engine.capabilities.max_rows
-    numbers = [rows for rows in VERIFY_ROWS if rows < engine.max_seq_len and rows <= max_rows]
+    numbers = [rows for rows in VERIFY_ROWS if rows < engine.max_seq_len and rows <= engine.max_verify_rows]
     sequence = ScratchSequence(engine, min(context, engine.max_seq_len - max(numbers)))
     seconds: dict[int, list[float]] = {rows: [] for rows in numbers}
     for _ in range(repeats):
@@ -93,7 +95,7 @@ def verify_costs(engine: Engine, context: int = 128, repeats: int = 15) -> dict[
 
 
 def peak_memory() -> int:
-    """Highest resident size of this process in bytes.
+    """Highest resident size of this process in bytes, what is on a GPU not counted.
 
     VmHWM where there is one: ru_maxrss may carry the parent's size over from the moment the process was started.
     """
@@ -111,9 +113,34 @@ def _work(connection, engine_dir: Path, runner_options: dict) -> None:
         connection.send(runner.engine.weight_bytes_per_step)
         while (request := connection.recv()) is not None:
             connection.send(measure(runner, *request))
-        connection.send((verify_costs(runner.engine), peak_memory()))
+        connection.send((verify_costs(runner.engine), peak_memory() + runner.engine.device_bytes))
     except QuasarError as error:
         connection.send(error)
+
+
+class CellHere:
+    """A cell in this process, where several ranks run: a process that rank 0 starts would be none of them."""
+
+    def __init__(self, cell: Cell, engine_dir: Path, runner_options: dict):
+        self.cell = cell
+        self._runner = Runner.from_dir(engine_dir, **runner_options)
+
+    def weight_bytes_per_step(self) -> int:
+        return self._runner.engine.weight_bytes_per_step
+
+    def measure(self, prompt_ids: list[int], sampling_params: SamplingParams) -> Measurement:
+        return measure(self._runner, prompt_ids, sampling_params)
+
+    def finish(self) -> tuple[dict[int, float], int]:
+        """As `CellProcess.finish`; the memory of the process is that of all cells."""
+        engine = self._runner.engine
+        return verify_costs(engine), peak_memory() + engine.device_bytes
+
+    def __enter__(self) -> CellHere:
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
 
 
 class CellProcess:
@@ -140,7 +167,8 @@ class CellProcess:
         return self._receive((prompt_ids, sampling_params))
 
     def finish(self) -> tuple[dict[int, float], int]:
-        """Ends the work; returns what `verify_costs` says and the process's peak memory in bytes."""
+        """Ends the work; returns what `verify_costs` says and the process's peak memory in bytes, that of the engine's GPU
+        included."""
         return self._receive(None)
 
     def _receive(self, *requests):

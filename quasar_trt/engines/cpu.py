@@ -15,6 +15,7 @@ import numpy as np
 
 from quasar_trt.architectures import hadamard_blocks
 from quasar_trt.checkpoint import check_hadamard_blocks, check_tensors
+from quasar_trt.communicator import Communicator
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.engines.cpu_layout import LAYOUT_VERSION, packed_spec
 from quasar_trt.errors import QuasarError, unknown
@@ -23,7 +24,7 @@ from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins import native
 from quasar_trt.recipe import RESCORED, Recipe
 from quasar_trt.rope import rope_tables
-from quasar_trt.tensor_parallel import refuse_several_ranks
+from quasar_trt.tensor_parallel import check_ranks
 from quasar_trt.tensorfile import map_tensors, read_header
 
 MAX_ROWS = 256
@@ -33,22 +34,32 @@ class CpuEngine(Engine):
     """See `Engine`. Tokens and logits only; one instance serves one thread of callers at a time."""
 
     def __init__(
-        self, path: Path, *, max_seq_len: int, threads: int | None = None, isa: str = "", max_rows: int = MAX_ROWS
+        self,
+        path: Path,
+        *,
+        max_seq_len: int,
+        threads: int | None = None,
+        isa: str = "",
+        max_rows: int = MAX_ROWS,
+        ranks: Communicator | None = None,
     ):
-        """Maps `path`, a `rank0.engine`.
+        """Maps `path`, a `rank{r}.engine`.
 
-        threads: native threads, default all cores of the process. isa: one of `native.isa_names()`, "" for the best here.
-        Raises QuasarError for a file of another layout or of one of several ranks, or a machine without the native extension.
+        threads: native threads, default all cores of the process, shared with ranks that may run on them too. isa: one of
+        `native.isa_names()`, "" for the best here. ranks: those of a tensor parallel engine, each of which opens its own file.
+        They take every step together; rank 0 alone has logits.
+        Raises QuasarError for a file of another layout or another rank, or a machine without the native extension.
         """
         if native.UNAVAILABLE:
             raise QuasarError(f"engine 'cpu' cannot run: {native.UNAVAILABLE}")
         if isa and isa not in native.isa_names():
             raise unknown("instruction set", isa, native.isa_names())
-        threads = usable_cpus() if threads is None else threads
+        if threads is None:
+            threads = max(1, usable_cpus() // (ranks.num_sharing if ranks else 1))
         if threads < 1:
             raise QuasarError(f"threads is {threads}; allowed: 1 or more")
-        self.config, self.recipe = _read_description(path)
-        refuse_several_ranks(path, self.config.tp_size)
+        rank = ranks.rank if ranks else 0
+        self.config, self.recipe = _read_description(path, rank, ranks.size if ranks else 1)
         self.max_seq_len = max_seq_len
         self.threads = threads
         self.isa = isa or native.isa_names()[0]
@@ -74,11 +85,16 @@ class CpuEngine(Engine):
             "rescored": RESCORED,
             "max_rows": max_rows,
             "max_seq_len": max_seq_len,
+            "rank": rank,
+            "ranks": self.config.tp_size,
+            "vocab_share": self.config.logits_size,
         }
         try:
-            self._decoder = native.decoder(shape, tensors, threads, self.isa)
+            self._decoder = native.decoder(shape, tensors, threads, self.isa, ranks and ranks.collectives)
         except RuntimeError as error:  # the system's limit of threads or memory
             raise QuasarError(f"cannot start {threads} threads ({error}); ask for fewer with threads") from None
+        if ranks:
+            ranks.watch(lambda: self._decoder.progress)
 
     def open(self) -> int:
         return self._decoder.open()
@@ -98,6 +114,10 @@ class CpuEngine(Engine):
     @property
     def cache_bytes(self) -> int:
         return self._decoder.cache_bytes
+
+    @property
+    def communication_seconds(self) -> float:
+        return self._decoder.collective_seconds
 
     def growth(self, sequence: int, count: int) -> int:
         return self._decoder.growth(sequence, count)
@@ -139,8 +159,9 @@ class CpuEngine(Engine):
         return acceptances
 
 
-def _read_description(path: Path) -> tuple[ModelConfig, Recipe]:
-    """Model and recipe from the file's metadata, once its layout and tensor table are those this version reads."""
+def _read_description(path: Path, rank: int, num_ranks: int) -> tuple[ModelConfig, Recipe]:
+    """Model and recipe from the file's metadata, once it is known to be this rank's, with the layout and the tensor table that
+    this version reads."""
     specs, _, metadata, _ = read_header(path)
     if metadata.get("layout_version") != LAYOUT_VERSION:
         raise QuasarError(
@@ -152,6 +173,9 @@ def _read_description(path: Path) -> tuple[ModelConfig, Recipe]:
         blocks = json.loads(metadata["hadamard_blocks"])
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise QuasarError(f"{path} does not describe its model ({error!r}); build the engine again") from None
+    check_ranks(path, config.tp_size, num_ranks)
+    if metadata.get("rank") != str(rank):
+        raise QuasarError(f"{path} is of rank {metadata.get('rank')}, this is rank {rank}; build the engine again")
     check_hadamard_blocks(blocks, config, recipe, str(path))
     check_tensors(specs, packed_spec(config, recipe), str(path))
     return config, recipe

@@ -1,4 +1,4 @@
-"""The reference engine: plain torch, on CPU or CUDA, the oracle for every other engine.
+"""The reference engine: plain torch, with the Triton operations on CUDA; the oracle for every other engine.
 
 Only weights and the KV cache are rounded to BF16; the residual stream, norms, attention and everything else stay in the
 model's dtype. Row invariance holds up to float rounding, not bit for bit.
@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -21,15 +22,29 @@ from torch.nn import functional
 from quasar_trt.architectures import architecture_of, hadamard_blocks
 from quasar_trt.checkpoint import LAYER_PREFIX, Checkpoint, below_layer
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
+from quasar_trt.errors import QuasarError
+from quasar_trt.machine import missing
 from quasar_trt.manifest import Manifest
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins import reference as ops
 from quasar_trt.recipe import RESCORED, Recipe
 from quasar_trt.rope import rope_tables
-from quasar_trt.tensor_parallel import refuse_several_ranks
+from quasar_trt.tensor_parallel import check_ranks
 from quasar_trt.tensorfile import map_tensors
 
 Observe = Callable[[str, Tensor], None]
+
+
+def operations_for(device: torch.device) -> ModuleType:
+    """The quantized operations for tensors of a device: a module with the names of `quasar_trt.plugins.reference`. Raises
+    QuasarError where those for CUDA lack Triton."""
+    if device.type != "cuda":
+        return ops
+    try:
+        from quasar_trt.plugins import triton
+    except ImportError as error:
+        raise QuasarError(f"device is {device}; its operations need Triton: {error}; {missing('triton')}") from None
+    return triton
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -98,6 +113,7 @@ class ReferenceModel:
     observe: called as observe(name, x) with the float input x [rows, in_features] of every linear of the layers before it
         is quantized; name is the checkpoint name without ".weight".
     blocks: columns of Hadamard blocks as `hadamard_blocks` gives them, the configuration's own when None.
+    operations: of quantized linears, with the names of `quasar_trt.plugins.reference`; those for the tensors' device when None.
     """
 
     def __init__(
@@ -108,6 +124,7 @@ class ReferenceModel:
         dtype: torch.dtype = torch.float32,
         observe: Observe | None = None,
         blocks: Mapping[str, int] | None = None,
+        operations: ModuleType | None = None,
     ):
         self.config = config
         self.recipe = recipe
@@ -116,6 +133,7 @@ class ReferenceModel:
         self.tensors = tensors
         self.device = next(iter(tensors.values())).device
         self._blocks = hadamard_blocks(config, recipe) if blocks is None else blocks
+        self._operations = operations_for(self.device) if operations is None else operations
         self._head_norms = bool(architecture_of(config).head_norms)
         self._cos = self._sin = torch.empty(0, config.head_size // 2, device=self.device)
 
@@ -169,8 +187,8 @@ class ReferenceModel:
             exact = functional.linear(hidden_states, self.tensors["lm_head.weight"].to(self.dtype)).float()
             if self.recipe.lm_head != "rescored":
                 return exact
-        q, scale = ops.quantize_16(hidden_states)
-        logits = ops.w8a16_linear(q, scale, *self._int8_head)
+        q, scale = self._operations.quantize_16(hidden_states)
+        logits = self._operations.w8a16_linear(q, scale, *self._int8_head)
         if self.recipe.lm_head == "rescored":
             best = logits.sort(dim=1, descending=True, stable=True).indices[:, :RESCORED]
             logits.scatter_(1, best, exact.gather(1, best))
@@ -183,7 +201,7 @@ class ReferenceModel:
         return (
             ops.quantize_8(weight)
             if self.recipe.lm_head == "rescored"
-            else (weight, self.tensors["lm_head.per_channel_scale"])
+            else (weight, self.tensors["lm_head.per_channel_scale"].flatten())
         )
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
@@ -196,13 +214,18 @@ class ReferenceModel:
         weight, bias = self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
         if not self.recipe.quantizes(name):
             return functional.linear(x, weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
-        bits = self.recipe.activations
-        smoother = self.tensors.get(f"{name}.smoother")
-        if smoother is None:
-            q, scale = ops.QUANTIZE[bits](x)
+        bits = self.recipe.activation_bits(name)
+        smoother, block = self.tensors.get(f"{name}.smoother"), self._blocks.get(below_layer(name), 0)
+        inverse = None if smoother is None else 1.0 / smoother.flatten()
+        if self.recipe.is_static(name):
+            y = x if inverse is None else ops.smooth(x, inverse, block)
+            q, scale = ops.quantize_static(y, self.tensors[f"{name}.act_scale"])
+        elif inverse is None:
+            q, scale = self._operations.QUANTIZE[bits](x)
         else:
-            q, scale = ops.smooth_quantize(x, 1.0 / smoother, self._blocks.get(below_layer(name), 0), bits)
-        return ops.LINEAR[bits](q, scale, weight, self.tensors[f"{name}.per_channel_scale"], bias).to(self.dtype)
+            q, scale = self._operations.smooth_quantize(x, inverse, block, bits)
+        weight_scale = self.tensors[f"{name}.per_channel_scale"].flatten()
+        return self._operations.LINEAR[bits](q, scale, weight, weight_scale, bias).to(self.dtype)
 
     def rotations(self, batch: Batch, parents: Parents | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin of the packed rows, each [rows, 1, head_size / 2]; the tables grow as positions ask for it."""
@@ -299,9 +322,10 @@ class ReferenceEngine(Engine):
         kv_dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cpu",
     ) -> ReferenceEngine:
-        """Opens the checkpoint inside an engine directory. Raises QuasarError when it is not whole, or has several ranks."""
+        """Opens the checkpoint inside an engine directory. Raises QuasarError when it is not whole, or has several ranks, and for
+        a CUDA device without Triton."""
         manifest = Manifest.open(engine_dir)
-        refuse_several_ranks(engine_dir, manifest.tp_size)
+        check_ranks(engine_dir, manifest.tp_size)
         checkpoint = Checkpoint.open(Path(engine_dir) / "checkpoint")
         tensors = {name: tensor.to(device) for name, tensor in load_tensors(checkpoint.paths[0]).items()}
         model = ReferenceModel(checkpoint.config, checkpoint.recipe, tensors)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 
 import pytest
-from stubs import ByteTokenizer, StubDrafter, StubEngine, perfect_rule, random_logits
+from stubs import ByteTokenizer, GatedEngine, StubDrafter, perfect_rule, random_logits
 
 from quasar_trt.async_runner import AsyncRunner
 from quasar_trt.errors import QuasarError, RunnerBusy
@@ -24,25 +23,6 @@ ENDLESS = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)
 def _nothing_is_kept(monkeypatch):
     """So that empty caches mean that every request has given back what it held."""
     monkeypatch.setattr(PrefixCache, "min_length", 1000)
-
-
-class GatedEngine(StubEngine):
-    """Its passes wait for `gate`, which is open at first; `fault` is raised by the next one."""
-
-    fault: BaseException | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def step(self, batch, accept):
-        assert self.gate.wait(30)
-        fault, self.fault = self.fault, None
-        if fault:
-            super().step(batch[:1], accept)
-            raise fault
-        return super().step(batch, accept)
 
 
 def open_runner(**options) -> tuple[Runner, GatedEngine]:

@@ -54,7 +54,9 @@ def test_help_loads_no_heavy_package_and_lists_every_command():
         assert f"\n  {command} " in result.stdout
 
 
-@pytest.mark.parametrize("command", ["build", "generate", "chat", "bench", "bench cells", "bench kernels", "info"])
+@pytest.mark.parametrize(
+    "command", ["build", "generate", "chat", "bench", "bench cells", "bench kernels", "bench requests", "serve", "info"]
+)
 def test_help_of_each_command_fits_the_terminal(command):
     result = quasar_trt(*command.split(), "--help")
     assert result.returncode == 0 and result.stderr == ""
@@ -73,7 +75,7 @@ def test_version():
 
 def test_defaults_shown_are_those_of_the_dataclasses():
     text = quasar_trt("generate", "--help").stdout
-    assert "[suffix|ngram|none]" in text
+    assert "[suffix|ngram|recycle|none]" in text
     assert "[default: 16]" in text and "[default: 1.0]" in text
     assert "[default: 16]" not in quasar_trt("chat", "--help").stdout
 

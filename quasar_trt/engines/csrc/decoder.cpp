@@ -8,12 +8,14 @@
 
 namespace quasar {
 
-Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, int threads, const Kernels* kernels)
+Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, int threads, const Kernels* kernels,
+                 std::unique_ptr<Collectives> collectives)
     : shape_(shape),
       weights_(std::move(weights)),
       kernels_(kernels),
       pool_(threads),
       cache_(shape.layers, shape.kv_heads, shape.head),
+      collectives_(std::move(collectives)),
       scales_(static_cast<size_t>(shape.max_rows)),
       attention_pieces_(static_cast<size_t>(threads)),
       scratch_(static_cast<size_t>(threads)) {
@@ -41,6 +43,7 @@ Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, int threads,
     scratch.head_block.resize(padded(shape.hidden, 2) * kBlock);
     scratch.best.reserve(best_logits_room(shape.rescored));
   }
+  if (collectives_) prepare_ranks();
 }
 
 void Decoder::check(const std::vector<Part>& parts, const int32_t* tokens, int& rows) const {
@@ -103,12 +106,18 @@ std::shared_ptr<const float> Decoder::step(const std::vector<Part>& parts, const
       if (floats.size() < size) floats.resize(size);
     }
   }
-  const int64_t wanted = static_cast<int64_t>(logit_rows_.size()) * padded(shape_.vocab);
+  const int64_t wanted = shape_.rank ? 0 : static_cast<int64_t>(logit_rows_.size()) * padded(shape_.vocab);
   if (logits_->size() < wanted) {
     logits_ = std::make_shared<Buffer<float>>();
     logits_->resize(wanted);
   }
+  if (collectives_) {
+    const int64_t shares = static_cast<int64_t>(logit_rows_.size()) * share_stride() * (shape_.rank ? 1 : shape_.ranks);
+    if (shares_.size() < shares) shares_.resize(shares);
+    collective_error_ = nullptr;
+  }
   pool_.run([this](int thread) { forward(thread); });
+  if (collective_error_) std::rethrow_exception(collective_error_);
   for (const Part& part : parts_) cache_.advance(part.sequence, part.rows);
   return std::shared_ptr<const float>(logits_, logits_->get());
 }
@@ -138,8 +147,7 @@ void Decoder::forward(int thread) {
 // Between two barriers every thread works on its own rows, or on its own output blocks of all rows.
 void Decoder::layer(int index, int thread) {
   const LayerWeights& w = weights_.layers[static_cast<size_t>(index)];
-  const int rows = static_cast<int>(rows_.size()), hidden = padded(shape_.hidden);
-  const Output residual{hidden_.get(), hidden, Epilogue::kAdd};
+  const int rows = static_cast<int>(rows_.size());
 
   normalize(w.input_norm, thread);
   quantize(w.qkv, normed_, rows, thread);
@@ -150,22 +158,24 @@ void Decoder::layer(int index, int thread) {
   pool_.barrier();
   attend(index, thread);
   pool_.barrier();
-  if (w.dense.input != Input::kFloats) {
-    quantize(w.dense, attended_, rows, thread);
-    pool_.barrier();
-  }
-  linear(w.dense, attended_, rows, shape_.hidden, residual, thread);
-  pool_.barrier();
+  add_to_residual(w.dense, attended_, thread);
   normalize(w.post_norm, thread);
   quantize(w.fc_gate, normed_, rows, thread);
   pool_.barrier();
   linear(w.fc_gate, normed_, rows, shape_.intermediate, {gated_.floats.get(), gated_.stride, Epilogue::kSiluMul}, thread);
   pool_.barrier();
-  if (w.proj.input != Input::kFloats) {
-    quantize(w.proj, gated_, rows, thread);
+  add_to_residual(w.proj, gated_, thread);
+}
+
+// Ends at a barrier.
+void Decoder::add_to_residual(const Linear& reader, Activations& x, int thread) {
+  if (collectives_) return add_all_to_residual(reader, x, thread);
+  const int rows = static_cast<int>(rows_.size());
+  if (reader.input != Input::kFloats) {
+    quantize(reader, x, rows, thread);
     pool_.barrier();
   }
-  linear(w.proj, gated_, rows, shape_.hidden, residual, thread);
+  linear(reader, x, rows, shape_.hidden, {hidden_.get(), padded(shape_.hidden), Epilogue::kAdd}, thread);
   pool_.barrier();
 }
 
@@ -214,55 +224,56 @@ void Decoder::linear(const Linear& linear, const Activations& x, int rows, int n
   }
 }
 
-// The norms over each head of q and k in one row of qkv. A head that does not fill whole vectors is computed aside, padded with
-// zeros, so that its neighbour is neither summed nor overwritten.
-void Decoder::normalize_heads(const LayerWeights& w, float* x, float* scratch) const {
+// The norm over one head of q or k. A head that does not fill whole vectors is computed aside, padded with zeros, so that its
+// neighbour is neither summed nor overwritten.
+void Decoder::normalize_head(const float* weight, float* x, float* scratch) const {
   const int head = shape_.head, width = padded(head);
-  std::fill(scratch + head, scratch + width, 0.0f);
-  for (int h = 0; h < shape_.heads + shape_.kv_heads; ++h, x += head) {
-    const float* weight = h < shape_.heads ? w.q_norm : w.k_norm;
-    if (width == head) {
-      kernels_->rms_norm(x, weight, shape_.norm_epsilon, head, x);
-      continue;
-    }
-    std::copy_n(x, head, scratch);
-    kernels_->rms_norm(scratch, weight, shape_.norm_epsilon, head, scratch);
-    std::copy_n(scratch, head, x);
-    std::fill(scratch + head, scratch + width, 0.0f);  // a NaN row would leave NaN there
+  if (width == head) {
+    kernels_->rms_norm(x, weight, shape_.norm_epsilon, head, x);
+    return;
   }
+  std::copy_n(x, head, scratch);
+  std::fill(scratch + head, scratch + width, 0.0f);
+  kernels_->rms_norm(scratch, weight, shape_.norm_epsilon, head, scratch);
+  std::copy_n(scratch, head, x);
 }
 
-// Norms over heads, where there are any, and RoPE on queries (which also take the 1 / sqrt(head) of attention) and keys; keys and values go to the cache as BF16.
+// Norms over heads, where there are any, and RoPE on queries (which also take the 1 / sqrt(head) of attention) and keys; keys
+// and values go to the cache as BF16. Threads share heads, not rows: positions of one head share cache lines.
 void Decoder::rotate(int layer, int thread) {
-  const int head = shape_.head, half = head / 2, stride = padded(shape_.qkv());
+  const int head = shape_.head, half = head / 2, group = shape_.heads / shape_.kv_heads;
   const float scale = 1.0f / std::sqrt(static_cast<float>(head));
   const LayerWeights& w = weights_.layers[static_cast<size_t>(layer)];
-  const auto [begin, end] = share(static_cast<int>(rows_.size()), thread, pool_.size());
-  for (int row = begin; row < end; ++row) {
+  float* scratch = scratch_[static_cast<size_t>(thread)].floats.get();
+  // Each key/value head comes after the queries that read it.
+  const auto [begin, end] = share(shape_.heads + shape_.kv_heads, thread, pool_.size());
+  for (int row = 0; row < static_cast<int>(rows_.size()); ++row) {
     const Row& place = rows_[static_cast<size_t>(row)];
     const float* cos = weights_.cos + static_cast<int64_t>(place.position) * half;
     const float* sin = weights_.sin + static_cast<int64_t>(place.position) * half;
-    float* x = qkv_.get() + static_cast<int64_t>(row) * stride;
-    if (w.q_norm) normalize_heads(w, x, scratch_[static_cast<size_t>(thread)].floats.get());
+    float* qkv = qkv_.get() + static_cast<int64_t>(row) * padded(shape_.qkv());
     uint16_t* page = pages_[static_cast<size_t>(place.part)][static_cast<size_t>(place.slot / kPage)];
     const int slot = place.slot % kPage;
-    for (int h = 0; h < shape_.heads + shape_.kv_heads; ++h, x += head) {
-      const float factor = h < shape_.heads ? scale : 1.0f;
+    for (int unit = begin; unit < end; ++unit) {
+      const int kv_head = unit / (group + 1), query = unit % (group + 1);
+      const bool is_query = query < group;
+      float* x = qkv + (is_query ? kv_head * group + query : shape_.heads + kv_head) * head;
+      if (w.q_norm) normalize_head(is_query ? w.q_norm : w.k_norm, x, scratch);
+      const float factor = is_query ? scale : 1.0f;
       for (int i = 0; i < half; ++i) {
         const float a = x[i], b = x[i + half];
         x[i] = (a * cos[i] - b * sin[i]) * factor;
         x[i + half] = (b * cos[i] + a * sin[i]) * factor;
       }
-      if (h < shape_.heads) continue;
-      uint16_t* key = page + cache_.keys_at(layer, h - shape_.heads) + slot / 16 * 16 * head + slot % 16 * 2;
+      if (is_query) continue;
+      uint16_t* key = page + cache_.keys_at(layer, kv_head) + slot / 16 * 16 * head + slot % 16 * 2;
       for (int i = 0; i < head; i += 2, key += 32) {
         key[0] = float_to_bf16(x[i]);
         key[1] = float_to_bf16(x[i + 1]);
       }
-    }
-    for (int h = 0; h < shape_.kv_heads; ++h, x += head) {
-      uint16_t* value = page + cache_.values_at(layer, h) + slot * 32;
-      for (int i = 0; i < head; ++i) value[i / 32 * kPage * 32 + i % 16 * 2 + i % 32 / 16] = float_to_bf16(x[i]);
+      const float* v = x + shape_.kv_heads * head;
+      uint16_t* value = page + cache_.values_at(layer, kv_head) + slot * 32;
+      for (int i = 0; i < head; ++i) value[i / 32 * kPage * 32 + i % 16 * 2 + i % 32 / 16] = float_to_bf16(v[i]);
     }
   }
 }
@@ -313,19 +324,28 @@ void Decoder::logits(int thread) {
   }
   quantize(weights_.head, normed_, count, thread);
   pool_.barrier();
-  linear(weights_.head, normed_, count, shape_.vocab, {logits_->get(), padded(shape_.vocab), Epilogue::kStore}, thread);
-  if (!weights_.head_rows) return;
-  pool_.barrier();
-  for (int i = begin; i < end; ++i) rescore(i, thread);
+  const Output out = collectives_ ? Output{shares_.get(), share_stride(), Epilogue::kStore}
+                                  : Output{logits_->get(), padded(shape_.vocab), Epilogue::kStore};
+  linear(weights_.head, normed_, count, shape_.vocab_share, out, thread);
+  if (weights_.head_rows) {
+    pool_.barrier();
+    for (int i = begin; i < end; ++i) rescore(i, out.y + static_cast<int64_t>(i) * out.stride, thread);
+  }
+  if (collectives_) collect_logits(thread);
 }
 
-// The best logits of a row become those of the BF16 head: its rows are packed for the kernel that computes them there.
-void Decoder::rescore(int row, int thread) {
+// The best logits of a row become those of the BF16 head: its rows are packed for the kernel that computes them there. Of several
+// ranks each puts its own aside, because only the first knows the best of all.
+void Decoder::rescore(int row, float* logits, int thread) {
   auto& [floats, block, best, keys, values, own, shared] = scratch_[static_cast<size_t>(thread)];
   const int hidden = shape_.hidden;
-  float* logits = logits_->get() + static_cast<int64_t>(row) * padded(shape_.vocab);
   const float* x = normed_.floats.get() + static_cast<int64_t>(row) * normed_.stride;
-  best_logits(*kernels_, logits, shape_.vocab, shape_.rescored, best);
+  const int count = std::clamp(shape_.vocab - shape_.rank * shape_.vocab_share, 0, shape_.vocab_share);  // without padding
+  best_logits(*kernels_, logits, count, shape_.rescored, best);
+  // Their rows lie anywhere, so all are asked for before the first is needed.
+  constexpr int kLine = 64 / sizeof(uint16_t);
+  for (const int32_t id : best)
+    for (int k = 0; k < hidden; k += kLine) __builtin_prefetch(weights_.head_rows + static_cast<int64_t>(id) * hidden + k);
   for (size_t first = 0; first < best.size(); first += kBlock) {
     const size_t last = std::min(first + kBlock, best.size());
     for (size_t c = first; c < last; ++c) {
@@ -336,8 +356,12 @@ void Decoder::rescore(int row, int thread) {
     }
     float y[kBlock];
     kernels_->linear_bf16({block.get(), nullptr, nullptr, hidden}, x, normed_.stride, 1, 0, 1, {y, kBlock, Epilogue::kStore});
-    for (size_t c = first; c < last; ++c) logits[best[c]] = y[c - first];
+    for (size_t c = first; c < last; ++c)
+      if (collectives_) rescored(logits)[c] = {best[c], y[c - first]};
+      else logits[best[c]] = y[c - first];
   }
+  if (collectives_)
+    for (int c = static_cast<int>(best.size()); c < shape_.rescored; ++c) rescored(logits)[c].id = -1;
 }
 
 }  // namespace quasar
