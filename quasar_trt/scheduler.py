@@ -127,7 +127,8 @@ class Scheduler:
             acceptance = request.accept(logits, chunks[index], draft)
             accepted = perf_counter()
             accept_seconds += accepted - began
-            if self._reads_logits and request.finish_reason is None and request.reaches_end(chunks[index]):
+            reads = self._reads_logits and request.known_to_drafter and request.reaches_end(chunks[index])
+            if reads and request.finish_reason is None:
                 self._drafter.read(request.id, draft, logits[-1 - len(draft) :])  # behind those of a scored prompt
                 read_seconds += perf_counter() - accepted
             return acceptance

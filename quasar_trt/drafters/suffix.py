@@ -103,8 +103,8 @@ class _Text:
             token = self.context[position]
             if position >= self.num_prompt_tokens:
                 for automaton, state, length, first_kind in self.matches():
-                    several = branches > 1
-                    found = automaton.branch(state, length, branches) if several else [automaton.predict(state, length)]
+                    one = branches == 1
+                    found = [automaton.predict(state, length)] if one else automaton.branch(state, length, branches)
                     for predicted, kind, *_ in found:
                         estimates.count(first_kind + kind, predicted == token)
             self.automaton.extend(token)
