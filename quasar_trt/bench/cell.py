@@ -42,7 +42,8 @@ class Measurement:
     """One prompt decoded once by one cell.
 
     decode_tokens, decode_seconds: after the first emitted tokens (see the package's definitions).
-    num_verify_steps: passes that emitted tokens, the prompt's last included.
+    num_verify_steps: passes that emitted tokens, the prompt's last included. num_drafts, num_draft_tokens,
+    num_accepted_tokens_per_pos: as in SpeculationMetrics.
     seconds: {"draft", "verify", "accept"} -> time spent there, the prompt's passes counted as verify.
     """
 
@@ -51,6 +52,9 @@ class Measurement:
     decode_seconds: float
     num_verify_steps: int
     seconds: dict[str, float]
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
 
 
 def measure(runner: Runner, prompt_ids: list[int], sampling_params: SamplingParams) -> Measurement:
@@ -67,6 +71,9 @@ def measure(runner: Runner, prompt_ids: list[int], sampling_params: SamplingPara
         decode_seconds=clock.seconds,
         num_verify_steps=used.num_verify_steps,
         seconds={"draft": used.draft_seconds, "verify": used.verify_seconds, "accept": used.accept_seconds},
+        num_drafts=used.num_drafts,
+        num_draft_tokens=used.num_draft_tokens,
+        num_accepted_tokens_per_pos=tuple(used.num_accepted_tokens_per_pos),
     )
 
 
@@ -117,9 +124,12 @@ def _work(connection, engine_dir: Path, runner_options: dict) -> None:
 
 
 class CellProcess:
-    """The parent's side of a cell's process; a context manager that ends it."""
+    """The parent's side of a cell's process; a context manager that ends it.
 
-    def __init__(self, cell: Cell, engine_dir: Path, runner_options: dict):
+    cell: anything with a name.
+    """
+
+    def __init__(self, cell, engine_dir: Path, runner_options: dict):
         self.cell = cell
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()

@@ -16,7 +16,9 @@ import numpy as np
 from quasar_trt.errors import QuasarError
 
 if TYPE_CHECKING:
+    from quasar_trt.engines.base import Engine
     from quasar_trt.sampling import Sampler
+    from quasar_trt.step_cost import StepCost
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,14 @@ class DraftRequest:
     sampler: the request's own parameters and noise. A drafter with probabilities gets q from
         `sampler.target(its logits, the ids drafted before them)` and draws with `sampler.uniform(position, DRAFT)`, a
         stream of its own: draws that share their noise with acceptance would bend the output's distribution.
+    ahead: ids that another drafter supposes to follow the context; the draft goes on after them.
     """
 
     request_id: int
     context: Sequence[int]
     limit: int
     sampler: Sampler
+    ahead: Sequence[int] = ()
 
 
 def check_num_speculative_tokens(value: object) -> None:
@@ -76,13 +80,26 @@ def check_num_speculative_tokens(value: object) -> None:
 
 
 class Drafter(ABC):
-    """Proposes draft tokens for the requests of one runner. Its state lives between `start` and `stop` of a request."""
+    """Proposes draft tokens for the requests of one runner. Its state lives between `start` and `stop` of a request.
 
+    draws: whether drafts have probabilities. They are then verified whole, so the limits given for one pass add up to no more
+        than it has rows for.
+    seconds: what the drafts proposed last have cost, where that is to count when their lengths are chosen.
+    """
+
+    draws = False
+    seconds = 0.0
     num_speculative_tokens: (
         int | None
     )  # the most draft tokens that are asked of it per request; None for the engine's limit
 
-    def start(self, request_id: int, context: Sequence[int]) -> None:  # noqa: B027 (optional hook)
+    def attach(self, engine: Engine, step_cost: StepCost | None, tokenizer: object | None) -> None:  # noqa: B027 (optional hook)
+        """The verifier, before anything else: its engine, what its passes cost, and its tokenizer or the directory of that.
+
+        Raises QuasarError when the drafter does not fit it.
+        """
+
+    def start(self, request_id: int, context: Sequence[int]) -> None:  # noqa: B027
         """A request begins; `context` is its growing list of prompt and emitted ids, shared, never copied."""
 
     @abstractmethod
@@ -96,5 +113,11 @@ class Drafter(ABC):
     def observe(self, request_id: int, emitted: Sequence[int], num_accepted_tokens: int) -> None:  # noqa: B027
         """The verifier's answer to what it scored of the last draft: the ids emitted, of which the first `num_accepted_tokens` were drafted."""
 
+    def pause(self, request_id: int) -> None:  # noqa: B027
+        """The request has lost its cache and waits; memory that is held for it can go until it is asked about again."""
+
     def stop(self, request_id: int) -> None:  # noqa: B027
         """The request has ended; its state can go."""
+
+    def forget_prefixes(self) -> None:  # noqa: B027
+        """Frees what ended requests left in an engine's cache for later ones that begin alike."""

@@ -103,14 +103,16 @@ class _Text:
             for cursor in self.cursors:
                 cursor.advance(token)
 
-    def matches(self) -> Iterator[tuple[SuffixAutomaton, int, int, int]]:
-        """The longest match in the context itself and in the history: (automaton, state, length, first of its kinds)."""
+    def matches(self, ahead: Sequence[int] = ()) -> Iterator[tuple[SuffixAutomaton, int, int, int]]:
+        """The longest match in the context itself and in the history, for what follows the context and the ids `ahead` of it:
+        (automaton, state, length, first of its kinds)."""
         state = self.automaton.link[self.automaton.last]
-        if state > 0:
-            yield self.automaton, state, self.automaton.length[state], 0
-        for cursor in self.cursors:
-            if cursor.state:
-                yield cursor.automaton, cursor.state, cursor.length, NUM_KINDS
+        places = [(self.automaton, state, self.automaton.length[state], 0)]
+        places += [(cursor.automaton, cursor.state, cursor.length, NUM_KINDS) for cursor in self.cursors]
+        for automaton, begin, num_matched, first_kind in places:
+            state, length = automaton.advance(begin, num_matched, ahead)
+            if state > 0:
+                yield automaton, state, length, first_kind
 
 
 class SuffixDrafter(Drafter):
@@ -134,7 +136,7 @@ class SuffixDrafter(Drafter):
         text = self._texts[request.request_id]
         text.catch_up(self._history, self._estimates)
         best, most = NO_DRAFT, 0.0
-        for automaton, state, length, first_kind in text.matches():
+        for automaton, state, length, first_kind in text.matches(request.ahead):
             tokens, kinds = automaton.follow(state, length, request.limit)
             estimates = tuple([self._estimates.of[first_kind + kind] for kind in kinds])
             num_expected_tokens = sum(accumulate(estimates, mul))

@@ -10,7 +10,7 @@ from quasar_trt.errors import QuasarError, unknown
 from quasar_trt.manifest import Manifest
 
 
-def _open_cpu(directory: Path, manifest: Manifest, threads: int | None) -> Engine:
+def _open_cpu(directory: Path, manifest: Manifest, threads: int | None, beside: Engine | None) -> Engine:
     from quasar_trt.engines.cpu import CpuEngine
 
     if manifest.plan is not None:
@@ -18,10 +18,13 @@ def _open_cpu(directory: Path, manifest: Manifest, threads: int | None) -> Engin
             f"{directory} was built for target '{manifest.target}', engine 'cpu' runs target 'cpu'; on a CPU use engine "
             "'reference', or build it with --target cpu"
         )
-    return CpuEngine(directory / "rank0.engine", max_seq_len=manifest.limits.max_seq_len, threads=threads)
+    beside = beside if isinstance(beside, CpuEngine) else None
+    return CpuEngine(
+        directory / "rank0.engine", max_seq_len=manifest.limits.max_seq_len, threads=threads, beside=beside
+    )
 
 
-def _open_reference(directory: Path, manifest: Manifest, threads: int | None) -> Engine:
+def _open_reference(directory: Path, manifest: Manifest, threads: int | None, beside: Engine | None) -> Engine:
     import torch
 
     from quasar_trt.engines.reference import ReferenceEngine
@@ -31,7 +34,7 @@ def _open_reference(directory: Path, manifest: Manifest, threads: int | None) ->
     return ReferenceEngine.from_dir(directory)
 
 
-def _open_tensorrt(directory: Path, manifest: Manifest, threads: int | None) -> Engine:
+def _open_tensorrt(directory: Path, manifest: Manifest, threads: int | None, beside: Engine | None) -> Engine:
     from quasar_trt.engines.tensorrt import TensorRTEngine
 
     return TensorRTEngine.from_dir(directory)
@@ -50,10 +53,13 @@ def default_engine() -> str:
     return "reference"
 
 
-def open_engine(directory: Path, engine: str = "auto", threads: int | None = None) -> Engine:
+def open_engine(
+    directory: Path, engine: str = "auto", threads: int | None = None, beside: Engine | None = None
+) -> Engine:
     """Opens an engine directory after checking its manifest (sizes, format version, header hashes).
 
-    engine: "auto" or a key of `ENGINES`. threads: for the engine's own work, default all cores.
+    engine: "auto" or a key of `ENGINES`. threads: for the engine's own work, default all cores. beside: an open engine, never
+    used at once with this one, whose native threads it shares where both have such.
     Raises QuasarError.
     """
     directory = Path(directory)
@@ -64,4 +70,4 @@ def open_engine(directory: Path, engine: str = "auto", threads: int | None = Non
     manifest = Manifest.open(directory)
     if engine == "auto":
         engine = default_engine() if manifest.plan is None else "tensorrt"
-    return ENGINES[engine](directory, manifest, threads)
+    return ENGINES[engine](directory, manifest, threads, beside)

@@ -33,18 +33,26 @@ class CpuEngine(Engine):
     """See `Engine`. Tokens and logits only; one instance serves one thread of callers at a time."""
 
     def __init__(
-        self, path: Path, *, max_seq_len: int, threads: int | None = None, isa: str = "", max_rows: int = MAX_ROWS
+        self,
+        path: Path,
+        *,
+        max_seq_len: int,
+        threads: int | None = None,
+        beside: CpuEngine | None = None,
+        isa: str = "",
+        max_rows: int = MAX_ROWS,
     ):
         """Maps `path`, a `rank0.engine`.
 
-        threads: native threads, default all cores of the process. isa: one of `native.isa_names()`, "" for the best here.
+        threads: native threads, default all cores of the process. beside: an engine whose threads it shares instead of starting
+        its own; the two are never used at once. isa: one of `native.isa_names()`, "" for the best here.
         Raises QuasarError for a file of another layout or of one of several ranks, or a machine without the native extension.
         """
         if native.UNAVAILABLE:
             raise QuasarError(f"engine 'cpu' cannot run: {native.UNAVAILABLE}")
         if isa and isa not in native.isa_names():
             raise unknown("instruction set", isa, native.isa_names())
-        threads = usable_cpus() if threads is None else threads
+        threads = beside.threads if beside else usable_cpus() if threads is None else threads
         if threads < 1:
             raise QuasarError(f"threads is {threads}; allowed: 1 or more")
         self.config, self.recipe = _read_description(path)
@@ -76,7 +84,8 @@ class CpuEngine(Engine):
             "max_seq_len": max_seq_len,
         }
         try:
-            self._decoder = native.decoder(shape, tensors, threads, self.isa)
+            self._pool = beside._pool if beside else native.thread_pool(threads)
+            self._decoder = native.decoder(shape, tensors, self._pool, self.isa)
         except RuntimeError as error:  # the system's limit of threads or memory
             raise QuasarError(f"cannot start {threads} threads ({error}); ask for fewer with threads") from None
 

@@ -13,9 +13,10 @@ from rich.console import Console
 from stubs import StubEngine, one_hot_logits
 
 from quasar_trt.bench.cell import CELLS, CellProcess, Measurement, verify_costs
+from quasar_trt.bench.cell_figures import Run
 from quasar_trt.bench.options import BenchOptions
 from quasar_trt.bench.prompts import load_prompts, random_prompts
-from quasar_trt.bench.report import Report, Run
+from quasar_trt.bench.report import Report
 from quasar_trt.bench.run import run_bench
 from quasar_trt.errors import QuasarError
 from quasar_trt.sampling_params import SamplingParams

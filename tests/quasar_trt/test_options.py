@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from stubs import StubEngine, chain_logits, random_logits
 
-from quasar_trt.drafters import DRAFTERS, make_drafter
+from quasar_trt.drafters.registry import DRAFTERS, make_drafter
 from quasar_trt.errors import QuasarError
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quasar_trt.drafters import DRAFTERS, make_drafter
+from quasar_trt.drafters.registry import DRAFTERS, make_drafter
 from quasar_trt.engines import ENGINES
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams

@@ -12,8 +12,8 @@ from plan_double import CpuDevice, TensorRTDouble
 from tiny import random_ids, tiny_checkpoint, write_engine_dir
 from tiny_network import decoder_graph, real_network
 
-from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.base import Draft
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.engines import cuda_device, open_engine, plan_session, tensorrt
 from quasar_trt.engines.base import Acceptance, SequenceStep
 from quasar_trt.engines.plan_bindings import INPUT_IDS, LOGITS_ROWS, SPAN, PlanSizes

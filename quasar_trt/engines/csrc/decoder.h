@@ -78,7 +78,8 @@ struct Part {
 
 class Decoder {
  public:
-  Decoder(const DecoderShape& shape, DecoderWeights weights, int threads, const Kernels* kernels);
+  // `pool` outlives the decoder; others may use it between two steps.
+  Decoder(const DecoderShape& shape, DecoderWeights weights, ThreadPool& pool, const Kernels* kernels);
 
   KvCache& cache() { return cache_; }
   // Logits [sum of logit_rows, padded(vocab)] float32, overwritten by the next step. Throws std::invalid_argument, before anything
@@ -117,7 +118,7 @@ class Decoder {
   const DecoderShape shape_;
   const DecoderWeights weights_;
   const Kernels* const kernels_;
-  ThreadPool pool_;
+  ThreadPool& pool_;
   KvCache cache_;
 
   // The current pass.

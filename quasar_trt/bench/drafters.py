@@ -1,0 +1,40 @@
+"""The benchmark of drafters: one engine, decoding plainly and with each of them, interleaved like the four cells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from quasar_trt.bench.drafter_report import Contender, DrafterReport
+from quasar_trt.bench.options import DrafterBenchOptions
+from quasar_trt.bench.prompts import Prompt
+from quasar_trt.bench.run import encode_prompts, run_cells
+from quasar_trt.checkpoint import Checkpoint
+from quasar_trt.drafters.registry import check_drafter_name
+from quasar_trt.engines import default_engine
+from quasar_trt.manifest import Manifest
+from quasar_trt.tokenizer import load_tokenizer
+
+
+def run_drafter_bench(
+    engine_dir: Path, prompts: list[Prompt], options: DrafterBenchOptions, progress_console: Console
+) -> DrafterReport:
+    """`prompts` and `options.random_prompts` together are at least one. The progress bar goes to `progress_console`.
+
+    Raises QuasarError for an unknown drafter, a directory that is no engine, a prompt that does not fit, and when a process
+    fails.
+    """
+    for name in options.drafters:
+        check_drafter_name(name)
+    manifest = Manifest.open(engine_dir)
+    vocab_size = Checkpoint.open(engine_dir / "checkpoint").config.vocab_size
+    encoded = encode_prompts(prompts, options, load_tokenizer(engine_dir), vocab_size, manifest.limits.max_seq_len)
+    engine = default_engine() if manifest.plan is None else "auto"
+    contenders = [Contender(drafter) for drafter in (None, *options.drafters)]
+    openings = {
+        contender: (engine_dir, {"drafter": contender.drafter, "engine": engine, "threads": options.threads})
+        for contender in contenders
+    }
+    runs, _, _, peak_memory = run_cells(openings, encoded, options, progress_console)
+    return DrafterReport(options, engine_dir, tuple(contenders), runs, peak_memory)
