@@ -165,7 +165,7 @@ class Scheduler:
                 limit, room = self._kv_budget.fit_draft(*rows[index], limit, room)
                 if limit > 0:
                     indices.append(index)
-                    batch.append(DraftRequest(request.id, request.context, limit, request.sampler))
+                    batch.append(DraftRequest(request.id, request.context, limit, request.sampler, request.stop))
         if not batch:
             return drafts
         proposed = self._drafter.propose(batch)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from quasar_trt.engines.base import Engine
     from quasar_trt.sampling import Sampler
     from quasar_trt.step_cost import StepCost
+    from quasar_trt.stopping import StopChecker
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class DraftRequest:
     sampler: the request's own parameters and noise. A drafter with probabilities gets q from
         `sampler.target(its logits, the ids drafted before them)` and draws with `sampler.uniform(position, DRAFT)`, a
         stream of its own: draws that share their noise with acceptance would bend the output's distribution.
+    stop: decides which tokens end the request; a drafter asks a copy of it, `stop.ahead()`. None where nothing does.
     ahead: ids that another drafter supposes to follow the context; the draft goes on after them.
     """
 
@@ -70,6 +72,7 @@ class DraftRequest:
     context: Sequence[int]
     limit: int
     sampler: Sampler
+    stop: StopChecker | None = None
     ahead: Sequence[int] = ()
 
 

@@ -39,6 +39,7 @@ from quasar_trt.step_cost import StepCost, measure, open_step_cost
 _DRAFTERS = {"suffix": (SuffixDrafter, SuffixOptions), "ngram": (NgramDrafter, NgramOptions)}
 _KV_SHARE = 0.25  # of the memory that is available; the verifier takes half
 _MAX_KEPT = 16  # sequences of ended requests
+_READING = 1.0  # seconds that a step may spend on a text that nobody but its own request waits for
 _FEW = 32  # ids; more that the drafting engine has not read are taken for a prompt
 _MAX_BLOCK = 16  # tokens, for the costs of an engine that was opened by the caller
 
@@ -177,10 +178,21 @@ class EngineDrafter(Drafter):
                 block.tail = tail
 
     def _write(self, going: Sequence[Block]) -> None:
-        """One pass of the drafting engine: each block brings what it has pending and as much of its tail as is tested.
+        """The drafting engine writes more of some of these blocks.
 
-        Of a longer text a step computes one chunk, so that others do not wait for it.
+        Where it has to read a long text before it can write, it reads one chunk while it writes for others; where nobody
+        else waits, it reads on for a while. Blocks that it could not write have to wait for the next step.
         """
+        until = perf_counter() + _READING
+        while not self._pass(going) and perf_counter() < until:
+            pass
+        for block in going:
+            block.goes_on = block.goes_on and block.num_pending <= _FEW
+
+    def _pass(self, going: Sequence[Block]) -> bool:
+        """One pass: each block brings what it has pending and as much of its tail as is tested. False when there was only
+        reading."""
+        going = [block for block in going if block.goes_on]
         num_ready = sum(block.num_pending <= _FEW for block in going)
         most = self._chunks.most_rows(num_ready)
         left = self._engine.capabilities.max_rows
@@ -201,12 +213,13 @@ class EngineDrafter(Drafter):
             blocks.append(block)
             steps.append(SequenceStep(block.sequence.handle, chunk, draft, needs_logits=whole))
         if not steps:
-            return
+            return True
         began = perf_counter()
         acceptances = self._engine.step(steps, lambda index, logits: blocks[index].accept(logits, steps[index].draft))
         self._observe_cost(steps, perf_counter() - began)
         for block, step, acceptance in zip(blocks, steps, acceptances, strict=True):
             block.extend(step.tokens, step.draft, acceptance, self._engine.max_seq_len)
+        return any(step.needs_logits for step in steps)
 
     def _observe_cost(self, steps: Sequence[SequenceStep], seconds: float) -> None:
         num_prompt_rows = sum(len(step.tokens) for step in steps if len(step.tokens) > _FEW)

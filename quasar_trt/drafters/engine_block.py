@@ -16,6 +16,7 @@ from quasar_trt.engines.base import Acceptance
 from quasar_trt.errors import QuasarError
 from quasar_trt.rejection import accept
 from quasar_trt.sampling import DRAFT
+from quasar_trt.stopping import StopChecker
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Block:
     tail: Draft = NO_DRAFT
     num_tested: int = 0
     goes_on: bool = True
+    _stop: StopChecker | None = None
 
     @property
     def room(self) -> int:
@@ -80,16 +82,23 @@ class Block:
     def accept(self, logits: np.ndarray, draft: Draft) -> Acceptance:
         """Acceptance of such a draft by the engine's rows. A row that is no distribution ends the block."""
         try:
-            return accept(logits, draft, _Writer(self), len(self.request.context) + len(self.ids), lambda token: False)
+            return accept(logits, draft, _Writer(self), len(self.request.context) + len(self.ids), self._finishes)
         except QuasarError:
             self.goes_on = False
             return Acceptance((), 0)
 
+    def _finishes(self, token: int) -> bool:
+        """Whether the request would end with this token of the block; then nothing need follow it."""
+        if self._stop is None and self.request.stop is not None:
+            self._stop = self.request.stop.ahead()
+        if self._stop is not None and self._stop.emit(token):
+            self.goes_on = False
+        return not self.goes_on
+
     def extend(self, chunk: Sequence[int], draft: Draft, acceptance: Acceptance | None, max_seq_len: int) -> None:
-        """The engine has read a chunk of the pending ids; None: they were not the last of them, the others can wait."""
+        """The engine has read a chunk of the pending ids; where they were the last of them, it has written too."""
         self.sequence.cached += chunk
         if acceptance is None:
-            self.goes_on = False
             return
         self.sequence.cached += draft.ids[: acceptance.num_accepted_tokens]
         self._add(acceptance.emitted)

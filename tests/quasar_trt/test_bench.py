@@ -221,7 +221,7 @@ def test_plot_is_a_png_with_and_without_figures(tmp_path):
         for run in known_report().runs
     ]
     for report in (known_report(), dataclasses.replace(known_report(), runs=tuple(nothing))):
-        plot(report, tmp_path / "speed.png")
+        plot(report, CELLS[1:], tmp_path / "speed.png")
         assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 

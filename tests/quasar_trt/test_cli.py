@@ -54,7 +54,9 @@ def test_help_loads_no_heavy_package_and_lists_every_command():
         assert f"\n  {command} " in result.stdout
 
 
-@pytest.mark.parametrize("command", ["build", "generate", "chat", "bench", "bench cells", "bench kernels", "info"])
+@pytest.mark.parametrize(
+    "command", ["build", "generate", "chat", "bench", "bench cells", "bench drafters", "bench kernels", "info"]
+)
 def test_help_of_each_command_fits_the_terminal(command):
     result = quasar_trt(*command.split(), "--help")
     assert result.returncode == 0 and result.stderr == ""
@@ -259,7 +261,9 @@ def test_generate_with_the_reference_engine(engine_dirs):
     ("args", "parts"),
     [
         (["--drafter", "ngramm"], ["unknown drafter 'ngramm'", "did you mean 'ngram'?"]),
-        (["--drafter", "eagle"], ["unknown drafter 'eagle'", "one of: ngram, none, suffix"]),
+        (["--drafter", "eagle"], ["unknown drafter 'eagle'", "one of: engine:DIR, ngram, none, suffix"]),
+        (["--drafter", "engine"], ["drafter is 'engine'", "engine:DIR"]),
+        (["--drafter", "engine:nowhere"], ["engine directory nowhere does not exist", "quasar-trt build"]),
         (["--engine", "tensorrt"], ["was built for target 'cpu'", "runs targets tensorrt, tensorrt-rtx"]),
         (["--drafter-option", "num_speculative_tokens=true"], ["num_speculative_tokens is True", "an integer"]),
         (["--engine", "cpuu"], ["unknown engine 'cpuu'", "did you mean 'cpu'?"]),

@@ -9,6 +9,7 @@ import pytest
 from stubs import StubEngine, random_logits
 
 from quasar_trt.drafters.engine import EngineDrafter
+from quasar_trt.drafters.vocabulary import SameVocabulary
 from quasar_trt.errors import QuasarError
 from quasar_trt.runner import Runner
 from quasar_trt.sampling import Sampler
@@ -254,6 +255,16 @@ def test_a_row_without_a_maximum_ends_the_block_alone():
     assert completions(runner, PROMPTS, params) == completions(Runner(verifier()), PROMPTS, params)
 
 
+def test_nothing_is_written_behind_the_end_of_a_request():
+    params = SamplingParams(temperature=0, max_tokens=40)
+    ((ids, _),) = completions(Runner(verifier()), [[1, 2, 3]], params)
+    end = ids[5]
+    engine = drafting("same")
+    runner = Runner(verifier(), drafter=EngineDrafter(engine, drafter="none"), eos_token_ids=[end])
+    assert completions(runner, [[1, 2, 3]], params) == [(ids[: ids.index(end) + 1], "stop")]
+    assert len(engine.passes) == ids.index(end) + 1
+
+
 def test_a_pass_that_was_interrupted_is_made_again():
     engine = drafting("near")
     runner = Runner(verifier(), drafter=EngineDrafter(engine))
@@ -296,6 +307,13 @@ def test_a_drafting_engine_may_have_more_or_fewer_ids(vocab, monkeypatch):
     assert completions(runner, prompts, params) == completions(Runner(verifier()), prompts, params)
     assert runner.stats.num_accepted_tokens
     assert all(token < vocab for step in engine.passes for tokens in step.tokens for token in tokens)
+
+
+def test_a_row_is_cut_or_filled_up_to_the_verifiers_vocabulary():
+    row = np.arange(4, dtype=np.float32)
+    assert SameVocabulary(3, 4).row(row).tolist() == [0, 1, 2]
+    assert SameVocabulary(6, 4).row(row).tolist() == [0, 1, 2, 3, -np.inf, -np.inf]
+    assert SameVocabulary(6, 4).ids([3, 4, 5, 1]) == [3, 0, 0, 1]
 
 
 def test_other_numbers_of_ids_need_tokenizers():
