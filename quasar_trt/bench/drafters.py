@@ -11,7 +11,7 @@ from quasar_trt.bench.options import DrafterBenchOptions
 from quasar_trt.bench.prompts import Prompt
 from quasar_trt.bench.run import encode_prompts, run_cells
 from quasar_trt.checkpoint import Checkpoint
-from quasar_trt.drafters.registry import check_drafter_name
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.engines import default_engine
 from quasar_trt.manifest import Manifest
 from quasar_trt.tokenizer import load_tokenizer
@@ -26,7 +26,7 @@ def run_drafter_bench(
     fails.
     """
     for name in options.drafters:
-        check_drafter_name(name)
+        make_drafter(name)
     manifest = Manifest.open(engine_dir)
     vocab_size = Checkpoint.open(engine_dir / "checkpoint").config.vocab_size
     encoded = encode_prompts(prompts, options, load_tokenizer(engine_dir), vocab_size, manifest.limits.max_seq_len)

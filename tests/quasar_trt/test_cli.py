@@ -75,7 +75,7 @@ def test_version():
 
 def test_defaults_shown_are_those_of_the_dataclasses():
     text = quasar_trt("generate", "--help").stdout
-    assert "[suffix|ngram|none]" in text
+    assert "[suffix|ngram|engine:DIR|none]" in text
     assert "[default: 16]" in text and "[default: 1.0]" in text
     assert "[default: 16]" not in quasar_trt("chat", "--help").stdout
 
@@ -217,6 +217,8 @@ def test_generate_streams_text_and_a_summary(engine_dirs):
     assert "mean acceptance length = " in drafted.stderr.splitlines()[-1]
     plain = quasar_trt("generate", *common, "--drafter", "none", "--no-stats")
     assert plain.stdout == drafted.stdout and "acceptance" not in plain.stderr
+    by_engine = quasar_trt("generate", *common, "--drafter", f"engine:{engine_dirs['BF16']}")
+    assert by_engine.stdout == drafted.stdout and "mean acceptance length = " in by_engine.stderr
 
 
 def test_generate_reads_stdin_and_uses_the_chat_template(engine_dirs):
