@@ -23,7 +23,7 @@ from quasar_trt.cli_options import (
     PATH,
     THREADS,
     Group,
-    RowCounts,
+    Numbers,
     drafter_options,
     field_option,
     sampling_options,
@@ -64,7 +64,7 @@ def cli():
     show_default=True,
     help="What the engine runs on.",
 )
-@click.option("--sm", type=RowCounts(), default=(), help="GPUs to compile for, such as 80,89; for targets on GPUs.")
+@click.option("--sm", type=Numbers(), default=(), help="GPUs to compile for, such as 80,89; for targets on GPUs.")
 @field_option(Recipe, "quantization", "Weights: int8 (W8A8) or none (BF16).", type=click.Choice(QUANTIZATIONS))
 @field_option(
     Recipe,

@@ -1,4 +1,4 @@
-"""The commands of `quasar-trt bench`; light to import, as the command line is."""
+"""The command line's benchmarks: quasar-trt bench [cells] | drafters | kernels | requests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from quasar_trt.bench.options import BenchOptions, CellOptions, DrafterBenchOptions, KernelBenchOptions
-from quasar_trt.cli_options import PATH, THREADS, DefaultGroup, Names, RowCounts, drafter_options, field_option
+from quasar_trt.bench.options import (
+    BenchOptions,
+    CellOptions,
+    DrafterBenchOptions,
+    KernelBenchOptions,
+    RequestsBenchOptions,
+)
+from quasar_trt.cli_options import PATH, THREADS, DefaultGroup, Names, Numbers, drafter_options, field_option
 from quasar_trt.cli_output import check_outputs, show_report
 
 if TYPE_CHECKING:
@@ -76,13 +82,13 @@ def cells(int8, bf16, prompts, limit_per_task, output, markdown, plot, drafter_o
 
 
 @bench.command()
-@click.argument("engine_dir", type=PATH)
+@click.option("--engine", type=PATH, required=True, metavar="DIR", help="Engine that verifies.")
 @field_option(DrafterBenchOptions, "drafters", "Drafters to compare.", type=Names(), metavar="NAME,NAME,...")
 @cell_options
 @OUTPUT
 @MARKDOWN
 @click.option("--plot", type=PATH, metavar="FILE.png", help="Draw the speed-ups of each task.")
-def drafters(engine_dir, prompts, limit_per_task, output, markdown, plot, **options):
+def drafters(engine, prompts, limit_per_task, output, markdown, plot, **options):
     """Compare drafters on one engine.
 
     Plain decoding and every drafter run interleaved, prompt by prompt, each in a process of its own.
@@ -95,7 +101,7 @@ def drafters(engine_dir, prompts, limit_per_task, output, markdown, plot, **opti
 
     from quasar_trt.bench.drafters import run_drafter_bench
 
-    report = run_drafter_bench(engine_dir, prompts, options, Console(stderr=True))
+    report = run_drafter_bench(engine, prompts, options, Console(stderr=True))
     show_report(report, output, markdown)
     if plot:
         from quasar_trt.bench.plot import plot as draw
@@ -114,7 +120,7 @@ def read_prompts(path: Path | None, limit_per_task: int | None, options: CellOpt
 
 @bench.command()
 @click.option("--engine", type=PATH, multiple=True, metavar="DIR", help="Time its passes too; may be repeated.")
-@field_option(KernelBenchOptions, "rows", "Rows of a pass.", type=RowCounts())
+@field_option(KernelBenchOptions, "rows", "Rows of a pass.", type=Numbers())
 @field_option(KernelBenchOptions, "repeats", "Times that each number of rows is timed.", type=int)
 @THREADS
 @OUTPUT
@@ -132,3 +138,38 @@ def kernels(engine, output, markdown, **options):
     from quasar_trt.bench.kernels import run_kernel_bench
 
     show_report(run_kernel_bench(engine, options, Console(stderr=True)), output, markdown)
+
+
+@bench.command()
+@click.option("--engine", type=PATH, required=True, metavar="DIR", help="Engine to run the requests.")
+@click.option("--prompts", type=PATH, required=True, metavar="FILE", help="JSON Lines with prompt, turns or messages.")
+@click.option("--limit-per-task", type=click.IntRange(min=1), help="Use only the first N prompts of each task.")
+@field_option(RequestsBenchOptions, "concurrency", "Requests at once.", type=Numbers())
+@drafter_options("none")
+@field_option(RequestsBenchOptions, "repeats", "Times that all prompts are decoded with each.", type=int)
+@field_option(RequestsBenchOptions, "max_tokens", "Most tokens to emit per prompt.", type=int)
+@field_option(RequestsBenchOptions, "temperature", "0 is greedy.", type=float)
+@field_option(RequestsBenchOptions, "seed", "Seed of every request.", type=int)
+@field_option(RequestsBenchOptions, "ignore_eos", "Go on past the end-of-sequence token.", flag=True)
+@field_option(RequestsBenchOptions, "raw", "Encode prompts as they are, without the chat template.", flag=True)
+@THREADS
+@OUTPUT
+@MARKDOWN
+def requests(engine, prompts, limit_per_task, output, markdown, drafter, drafter_option, **options):
+    """Compare many requests at once with one at a time.
+
+    Tokens per second of all together, and what a long prompt does to the steps of others.
+    """
+    from quasar_trt.bench.prompts import load_prompts
+
+    check_outputs({"--output": output, "--markdown": markdown})
+    options = RequestsBenchOptions(
+        drafter=None if drafter == "none" else drafter, drafter_options=dict(drafter_option), **options
+    )
+    prompts = load_prompts(prompts, limit_per_task)
+
+    from rich.console import Console
+
+    from quasar_trt.bench.requests import run_requests_bench
+
+    show_report(run_requests_bench(engine, prompts, options, Console(stderr=True)), output, markdown)

@@ -37,8 +37,8 @@ class DefaultGroup(Group):
         return super().parse_args(ctx, args)
 
 
-class RowCounts(click.ParamType):
-    """Numbers of rows, N,N,...; what takes them checks their range."""
+class Numbers(click.ParamType):
+    """Whole numbers, N,N,...; what takes them checks their range."""
 
     name = "n,n,..."
 

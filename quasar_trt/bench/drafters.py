@@ -8,8 +8,8 @@ from rich.console import Console
 
 from quasar_trt.bench.drafter_report import Contender, DrafterReport
 from quasar_trt.bench.options import DrafterBenchOptions
-from quasar_trt.bench.prompts import Prompt
-from quasar_trt.bench.run import encode_prompts, run_cells
+from quasar_trt.bench.prompts import Prompt, encode_prompts, random_prompts
+from quasar_trt.bench.run import run_cells
 from quasar_trt.checkpoint import Checkpoint
 from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.engines import default_engine
@@ -29,7 +29,9 @@ def run_drafter_bench(
         make_drafter(name)
     manifest = Manifest.open(engine_dir)
     vocab_size = Checkpoint.open(engine_dir / "checkpoint").config.vocab_size
-    encoded = encode_prompts(prompts, options, load_tokenizer(engine_dir), vocab_size, manifest.limits.max_seq_len)
+    max_seq_len = manifest.limits.max_seq_len
+    encoded = encode_prompts(prompts, load_tokenizer(engine_dir), options.raw, max_seq_len)
+    encoded += random_prompts(options.random_prompts, options.seed, vocab_size, max_seq_len)
     engine = default_engine() if manifest.plan is None else "auto"
     contenders = [Contender(drafter) for drafter in (None, *options.drafters)]
     openings = {

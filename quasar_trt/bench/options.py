@@ -76,6 +76,45 @@ class DrafterBenchOptions(CellOptions):
             raise QuasarError(f"drafters are '{','.join(self.drafters)}'; allowed: at least one, and each once")
 
 
+@named_options("requests bench option")
+@dataclass(frozen=True)
+class RequestsBenchOptions:
+    """Options of the benchmark of many requests at once.
+
+    concurrency: how many requests run at once; kept in order and without repetitions, 1 among them.
+    drafter, drafter_options: of the runner.
+    repeats: how often all prompts are decoded with each concurrency.
+    max_tokens, temperature, seed, ignore_eos: as in SamplingParams, for every prompt.
+    raw: prompts are encoded as they are, without the chat template.
+    threads: of the engine; None lets the engine choose.
+    """
+
+    concurrency: tuple[int, ...] = (1, 8, 16)
+    drafter: str | None = "suffix"
+    drafter_options: dict = field(default_factory=dict)
+    repeats: int = 3
+    max_tokens: int = 96
+    temperature: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = False
+    raw: bool = False
+    threads: int | None = None
+
+    def __post_init__(self):
+        concurrency = tuple(sorted(set(self.concurrency)))
+        object.__setattr__(self, "concurrency", concurrency)
+        if not concurrency or concurrency[0] != 1:
+            raise QuasarError(f"concurrency is {','.join(map(str, concurrency))}; allowed: 1, and larger numbers")
+        if self.repeats < 1:
+            raise QuasarError(f"repeats is {self.repeats}; allowed: at least 1")
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature, seed=self.seed, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos
+        )
+
+
 @named_options("kernel bench option")
 @dataclass(frozen=True)
 class KernelBenchOptions:

@@ -11,13 +11,13 @@ from quasar_trt.bench.cell import CELLS, CellProcess
 from quasar_trt.bench.cell_figures import Run
 from quasar_trt.bench.options import BenchOptions, CellOptions
 from quasar_trt.bench.progress import progress_bar
-from quasar_trt.bench.prompts import EncodedPrompt, Prompt, random_prompts
+from quasar_trt.bench.prompts import EncodedPrompt, Prompt, encode_prompts, random_prompts
 from quasar_trt.bench.report import Report
 from quasar_trt.checkpoint import Checkpoint
 from quasar_trt.engines import default_engine
 from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Manifest
-from quasar_trt.tokenizer import encode, encode_chat, load_tokenizer
+from quasar_trt.tokenizer import load_tokenizer
 
 
 def run_bench(
@@ -30,7 +30,8 @@ def run_bench(
     does not fit, or a cell's process fails.
     """
     max_seq_len, vocab_size = _check_engines(engine_dirs)
-    encoded = encode_prompts(prompts, options, _tokenizer(engine_dirs), vocab_size, max_seq_len)
+    encoded = encode_prompts(prompts, _tokenizer(engine_dirs), options.raw, max_seq_len)
+    encoded += random_prompts(options.random_prompts, options.seed, vocab_size, max_seq_len)
     engine = default_engine()  # chosen here, so that a warning about it appears once and not once per cell
     openings = {}
     for cell in CELLS:
@@ -103,20 +104,3 @@ def _tokenizer(engine_dirs: dict[str, Path]):
             f"{' and '.join(map(str, engine_dirs.values()))} have different tokenizers; build both from one model"
         )
     return one
-
-
-def encode_prompts(
-    prompts: list[Prompt], options: CellOptions, tokenizer, vocab_size: int, max_seq_len: int
-) -> list[EncodedPrompt]:
-    """The given prompts, then the random ones. Raises QuasarError for one that leaves no room for an answer."""
-    ids = [
-        encode(tokenizer, prompt.text) if options.raw else encode_chat(tokenizer, prompt.messages) for prompt in prompts
-    ]
-    for number, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True), 1):
-        if not 0 < len(tokens) < max_seq_len:
-            raise QuasarError(
-                f"prompt {number} (task {prompt.task}) has {len(tokens)} tokens; allowed: 1 to {max_seq_len - 1}, one "
-                "less than the engines' max_seq_len; shorten it or build with a larger --max-seq-len"
-            )
-    encoded = [EncodedPrompt(prompt.task, tokens) for prompt, tokens in zip(prompts, ids, strict=True)]
-    return encoded + random_prompts(options.random_prompts, options.seed, vocab_size, max_seq_len)

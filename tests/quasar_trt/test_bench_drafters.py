@@ -107,7 +107,7 @@ def test_command_saves_json_markdown_and_a_picture(engine_dirs, tmp_path):
     markdown, plot = tmp_path / "bench.md", tmp_path / "bench.png"
     options = ["--prompts", prompts, "--drafters", "ngram,suffix", "--max_tokens", 6, "--repeats", 1, "--threads", 1]
     files = ["--output", output, "--markdown", markdown, "--plot", plot]
-    command = ["bench", "drafters", engine_dirs["INT8"], *options, *files]
+    command = ["bench", "drafters", "--engine", engine_dirs["INT8"], *options, *files]
     result = CliRunner().invoke(cli, list(map(str, command)), catch_exceptions=False)
     assert result.exit_code == 0
     assert json.loads(output.read_text())["options"]["drafters"] == ["ngram", "suffix"]

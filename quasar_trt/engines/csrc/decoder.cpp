@@ -193,55 +193,56 @@ void Decoder::linear(const Linear& linear, const Activations& x, int rows, int n
   }
 }
 
-// The norms over each head of q and k in one row of qkv. A head that does not fill whole vectors is computed aside, padded with
-// zeros, so that its neighbour is neither summed nor overwritten.
-void Decoder::normalize_heads(const LayerWeights& w, float* x, float* scratch) const {
+// The norm over one head of q or k. A head that does not fill whole vectors is computed aside, padded with zeros, so that its
+// neighbour is neither summed nor overwritten.
+void Decoder::normalize_head(const float* weight, float* x, float* scratch) const {
   const int head = shape_.head, width = padded(head);
-  std::fill(scratch + head, scratch + width, 0.0f);
-  for (int h = 0; h < shape_.heads + shape_.kv_heads; ++h, x += head) {
-    const float* weight = h < shape_.heads ? w.q_norm : w.k_norm;
-    if (width == head) {
-      kernels_->rms_norm(x, weight, shape_.norm_epsilon, head, x);
-      continue;
-    }
-    std::copy_n(x, head, scratch);
-    kernels_->rms_norm(scratch, weight, shape_.norm_epsilon, head, scratch);
-    std::copy_n(scratch, head, x);
-    std::fill(scratch + head, scratch + width, 0.0f);  // a NaN row would leave NaN there
+  if (width == head) {
+    kernels_->rms_norm(x, weight, shape_.norm_epsilon, head, x);
+    return;
   }
+  std::copy_n(x, head, scratch);
+  std::fill(scratch + head, scratch + width, 0.0f);
+  kernels_->rms_norm(scratch, weight, shape_.norm_epsilon, head, scratch);
+  std::copy_n(scratch, head, x);
 }
 
-// Norms over heads, where there are any, and RoPE on queries (which also take the 1 / sqrt(head) of attention) and keys; keys and values go to the cache as BF16.
+// Norms over heads, where there are any, and RoPE on queries (which also take the 1 / sqrt(head) of attention) and keys; keys
+// and values go to the cache as BF16. Threads share heads, not rows: positions of one head share cache lines.
 void Decoder::rotate(int layer, int thread) {
-  const int head = shape_.head, half = head / 2, stride = padded(shape_.qkv());
+  const int head = shape_.head, half = head / 2, group = shape_.heads / shape_.kv_heads;
   const float scale = 1.0f / std::sqrt(static_cast<float>(head));
   const LayerWeights& w = weights_.layers[static_cast<size_t>(layer)];
-  const auto [begin, end] = share(static_cast<int>(rows_.size()), thread, pool_.size());
-  for (int row = begin; row < end; ++row) {
+  float* scratch = scratch_[static_cast<size_t>(thread)].floats.get();
+  // Each key/value head comes after the queries that read it.
+  const auto [begin, end] = share(shape_.heads + shape_.kv_heads, thread, pool_.size());
+  for (int row = 0; row < static_cast<int>(rows_.size()); ++row) {
     const auto [part, position] = rows_[static_cast<size_t>(row)];
     const float* cos = weights_.cos + static_cast<int64_t>(position) * half;
     const float* sin = weights_.sin + static_cast<int64_t>(position) * half;
-    float* x = qkv_.get() + static_cast<int64_t>(row) * stride;
-    if (w.q_norm) normalize_heads(w, x, scratch_[static_cast<size_t>(thread)].floats.get());
+    float* qkv = qkv_.get() + static_cast<int64_t>(row) * padded(shape_.qkv());
     uint16_t* page = pages_[static_cast<size_t>(part)][static_cast<size_t>(position / kPage)];
     const int slot = position % kPage;
-    for (int h = 0; h < shape_.heads + shape_.kv_heads; ++h, x += head) {
-      const float factor = h < shape_.heads ? scale : 1.0f;
+    for (int unit = begin; unit < end; ++unit) {
+      const int kv_head = unit / (group + 1), query = unit % (group + 1);
+      const bool is_query = query < group;
+      float* x = qkv + (is_query ? kv_head * group + query : shape_.heads + kv_head) * head;
+      if (w.q_norm) normalize_head(is_query ? w.q_norm : w.k_norm, x, scratch);
+      const float factor = is_query ? scale : 1.0f;
       for (int i = 0; i < half; ++i) {
         const float a = x[i], b = x[i + half];
         x[i] = (a * cos[i] - b * sin[i]) * factor;
         x[i + half] = (b * cos[i] + a * sin[i]) * factor;
       }
-      if (h < shape_.heads) continue;
-      uint16_t* key = page + cache_.keys_at(layer, h - shape_.heads) + slot / 16 * 16 * head + slot % 16 * 2;
+      if (is_query) continue;
+      uint16_t* key = page + cache_.keys_at(layer, kv_head) + slot / 16 * 16 * head + slot % 16 * 2;
       for (int i = 0; i < head; i += 2, key += 32) {
         key[0] = float_to_bf16(x[i]);
         key[1] = float_to_bf16(x[i + 1]);
       }
-    }
-    for (int h = 0; h < shape_.kv_heads; ++h, x += head) {
-      uint16_t* value = page + cache_.values_at(layer, h) + slot * 32;
-      for (int i = 0; i < head; ++i) value[i / 32 * kPage * 32 + i % 16 * 2 + i % 32 / 16] = float_to_bf16(x[i]);
+      const float* v = x + shape_.kv_heads * head;
+      uint16_t* value = page + cache_.values_at(layer, kv_head) + slot * 32;
+      for (int i = 0; i < head; ++i) value[i / 32 * kPage * 32 + i % 16 * 2 + i % 32 / 16] = float_to_bf16(v[i]);
     }
   }
 }
@@ -304,6 +305,10 @@ void Decoder::rescore(int row, int thread) {
   float* logits = logits_->get() + static_cast<int64_t>(row) * padded(shape_.vocab);
   const float* x = normed_.floats.get() + static_cast<int64_t>(row) * normed_.stride;
   best_logits(*kernels_, logits, shape_.vocab, shape_.rescored, best);
+  // Their rows lie anywhere, so all are asked for before the first is needed.
+  constexpr int kLine = 64 / sizeof(uint16_t);
+  for (const int32_t id : best)
+    for (int k = 0; k < hidden; k += kLine) __builtin_prefetch(weights_.head_rows + static_cast<int64_t>(id) * hidden + k);
   for (size_t first = 0; first < best.size(); first += kBlock) {
     const size_t last = std::min(first + kBlock, best.size());
     for (size_t c = first; c < last; ++c) {

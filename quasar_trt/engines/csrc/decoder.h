@@ -106,7 +106,7 @@ class Decoder {
   void layer(int index, int thread);
   void embed(int thread);
   void normalize(const float* weight, int thread);
-  void normalize_heads(const LayerWeights& w, float* x, float* scratch) const;
+  void normalize_head(const float* weight, float* x, float* scratch) const;
   void rotate(int layer, int thread);
   void attend(int layer, int thread);
   Partials& partials(const AttentionPiece& piece, int thread);
