@@ -30,9 +30,12 @@ def isa_names() -> list[str]:
     return _native.isa_names() if _native else []
 
 
-def decoder(shape: dict, tensors: dict[str, np.ndarray], pool, isa: str):
-    """The native decoder that `quasar_trt.engines.cpu` drives, over packed tensors and a thread pool that it keeps alive."""
-    return _native.Decoder(shape, tensors, pool, isa)
+def decoder(shape: dict, tensors: dict[str, np.ndarray], pool, isa: str, collectives: dict | None):
+    """The native decoder that `quasar_trt.engines.cpu` drives, over packed tensors and a thread pool that it keeps alive.
+
+    collectives: name -> callable on an array, as plugins/csrc/bindings.cpp uses them; None for a single rank.
+    """
+    return _native.Decoder(shape, tensors, pool, isa, collectives)
 
 
 def _vector(vector, size: int, what: str) -> np.ndarray | None:

@@ -1,4 +1,4 @@
-"""The command line: quasar-trt build | generate | chat | bench | eval | info.
+"""The command line: quasar-trt build | generate | chat | serve | bench | eval | info.
 
 Only click and the light modules are imported here; each command imports what it needs when it runs, so `--help` is quick.
 Options are accepted in both spellings, `--output-dir` and `--output_dir`.
@@ -30,10 +30,13 @@ from quasar_trt.cli_options import (
     usage_message,
 )
 from quasar_trt.cli_output import check_outputs, save_json
+from quasar_trt.cli_serve import serve
+from quasar_trt.communicator import launched_size
 from quasar_trt.errors import QuasarError
 from quasar_trt.plan import PLAN_TARGETS
 from quasar_trt.recipe import LM_HEADS, QUANTIZATIONS, ROUNDINGS, Recipe
 from quasar_trt.sampling_params import SamplingParams
+from quasar_trt.tensorrt_llm_stack import LLM_TARGET
 
 if TYPE_CHECKING:
     from quasar_trt.runner import Runner
@@ -59,7 +62,7 @@ def cli():
 @click.option("--output-dir", type=PATH, required=True, help="Engine directory to make.")
 @click.option(
     "--target",
-    type=click.Choice(["cpu", *PLAN_TARGETS]),
+    type=click.Choice(["cpu", *PLAN_TARGETS, LLM_TARGET]),
     default="cpu",
     show_default=True,
     help="What the engine runs on.",
@@ -76,6 +79,11 @@ def cli():
 @click.option("--rotate/--no-rotate", default=None, help="Rotate the model; on where the smoothing is searched.")
 @field_option(Recipe, "rounding", "Of weights; gptq with a rotation.", type=click.Choice(ROUNDINGS))
 @field_option(Recipe, "activations", "Bits of a quantized linear's input, 8 or 16; 8 by default.", type=int)
+@click.option(
+    "--static-activations",
+    is_flag=True,
+    help="One scale for each linear's input, fixed by calibration; for targets on GPUs.",
+)
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Linears that stay in BF16; may be repeated.")
 @field_option(
     Recipe, "lm_head", "The head; rescored: INT8, the best logits again in BF16.", type=click.Choice(LM_HEADS)
@@ -105,11 +113,11 @@ def build(model, output_dir, **options):
         if options["lm_head"] not in (None, "int8"):
             raise QuasarError(f"quantize_lm_head means lm_head 'int8', but lm_head is '{options['lm_head']}'; give one")
         options["lm_head"] = "int8"
-    values = {field.name: options.pop(field.name) for field in dataclasses.fields(Recipe)}
-    if values["quantization"] != "none" and options["target"] in PLAN_TARGETS:
-        values["activations"] = values["activations"] or PLAN_TARGETS[options["target"]]
-        values["lm_head"] = values["lm_head"] or "bf16"
-    recipe = Recipe(**values)
+
+    from quasar_trt.builders.targets import target_recipe
+
+    names = [field.name for field in dataclasses.fields(Recipe) if field.name in options]
+    recipe = target_recipe(options["target"], **{name: options.pop(name) for name in names})
 
     from quasar_trt.builders.build import build as build_engine
 
@@ -181,6 +189,9 @@ def chat(engine_dir, system, drafter, drafter_option, engine, threads, kv_cache_
     note_defaults(model, sampling)
     console = Console()
     converse(Chat(runner, dataclasses.replace(CHAT, **model | sampling), system, console), console)
+
+
+cli.add_command(serve)
 
 
 def open_runner(engine_dir, drafter, drafter_option, engine, threads, kv_cache_memory_bytes) -> Runner:
@@ -299,10 +310,17 @@ def info(engine_dir, verify, kernels):
 
 
 def main() -> None:
-    """The console script: a user's error is one line on stderr and exit code 1, Ctrl-C is exit code 130, SIGTERM 143, SIGHUP 129."""
+    """The console script: a user's error is one line on stderr and exit code 1, Ctrl-C is exit code 130, SIGTERM 143, SIGHUP 129.
+
+    Of several ranks rank 0 alone does what it says; the others follow.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):  # as exceptions, so that nothing half-written stays
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
+        if launched_size() > 1:
+            from quasar_trt.ranks import lead
+
+            lead()
         cli.main(sys.argv[1:] or ["--help"], prog_name="quasar-trt", standalone_mode=False)
     except QuasarError as error:
         fail(str(error))

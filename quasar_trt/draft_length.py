@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from operator import mul
 
 from quasar_trt.drafters.base import Draft
 from quasar_trt.step_cost import StepCost
@@ -15,9 +14,11 @@ _TRIAL_SHARE = 0.005  # of the time that passes take, for drafts that do not see
 class DraftLengths:
     """Chooses the draft lengths of a pass so that the tokens it is expected to emit per second are the most.
 
-    A draft token is emitted when it and all before it are accepted: with the product of their estimates. Of k draft tokens
-    in all, the k likeliest are therefore the best, whichever requests they belong to; each draft's own go in order, because
-    the product only falls. What k tokens give divided by what k more rows cost then decides k; it may be 0.
+    A draft token is emitted when it and all before it on its path are accepted: with the product of their estimates, and
+    siblings exclude each other, so these probabilities add up to the tokens that are expected. Of k draft tokens in all, the
+    k likeliest are therefore the best, whichever requests they belong to; each draft's own go in order, because the product
+    only falls along a path and a tree's likelier paths come first. What k tokens give divided by what k more rows cost then
+    decides k; it may be 0. A tree loses its branches where they are not worth their rows, and becomes a chain.
 
     Longer drafts than seem to pay are still tried at times, lest a cost that was once measured too high stays so; this
     takes at most 0.5 % of the time.
@@ -46,7 +47,7 @@ class DraftLengths:
         ranked = sorted(
             (-probability, depth, index)
             for index, draft in enumerate(drafts)
-            for depth, probability in enumerate(accumulate(draft.estimates or (1.0,) * len(draft), mul))
+            for depth, probability in enumerate(accumulate(draft.probabilities, min))
         )[:free]
         if ranked:
             count = (

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError
-from quasar_trt.machine import available_memory
 
 _SHARE = 0.5  # of the memory that is available when the budget is made
 
@@ -23,7 +22,9 @@ class KvBudget:
 
     def __init__(self, engine: Engine, num_bytes: int | None = None):
         if num_bytes is None:
-            num_bytes = int(_SHARE * available_memory()) if engine.cache_capacity is None else engine.cache_capacity
+            num_bytes = (
+                int(_SHARE * engine.available_memory) if engine.cache_capacity is None else engine.cache_capacity
+            )
         elif engine.cache_capacity is not None and num_bytes > engine.cache_capacity:
             raise QuasarError(
                 f"kv_cache_memory_bytes is {num_bytes}; allowed: at most {engine.cache_capacity}, which this engine has; leave "
@@ -34,7 +35,7 @@ class KvBudget:
         self.max_seq_len = bisect_right(range(1, engine.max_seq_len + 1), self.num_bytes, key=engine.bytes_of)
         if self.max_seq_len < min(2, engine.max_seq_len):
             raise QuasarError(
-                f"kv_cache_memory_bytes is {self.num_bytes}; allowed: at least {engine.bytes_of(2)}, the keys and values of two tokens"
+                f"kv_cache_memory_bytes is {self.num_bytes}; allowed: at least {engine.bytes_of(2)}, which a sequence of two tokens takes"
             )
 
     @property

@@ -33,10 +33,10 @@ class Manifest:
     """The engine directory's own description.
 
     producer: package name -> version, of what built it.
-    target: "cpu" or one of `PLAN_TARGETS`; source: {"path": ..., "kind": ..., "notices": [...]}.
+    target: "cpu", one of `PLAN_TARGETS` or `LLM_TARGET`; source: {"path": ..., "kind": ..., "notices": [...]}.
     calibration: {"source", "samples", "tokens", "seed"} or None for unquantized engines.
     files: path below the directory -> FileRecord, for every weight file.
-    plan: how the TensorRT plans among them were compiled, None for other targets.
+    plan: how the TensorRT plans among them were compiled, None where there are none.
     """
 
     producer: dict[str, str]

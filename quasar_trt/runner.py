@@ -69,6 +69,7 @@ class Runner:
         self.eos_token_ids = tuple(eos_token_ids)
         self.default_sampling_params = default_sampling_params or SamplingParams()
         self._num_requests = 0
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def from_dir(
@@ -87,7 +88,9 @@ class Runner:
         engine or is damaged, for an unknown drafter, option or engine, and for kv_cache_memory_bytes that hold no sequence.
         """
         from quasar_trt.engines import open_engine
+        from quasar_trt.ranks import lead
 
+        lead()  # the other ranks stay here: what follows is said and done once
         engine_dir = Path(engine_dir)
         if not isinstance(drafter, Drafter):
             drafter = make_drafter(drafter, drafter_options)
@@ -228,8 +231,12 @@ class Runner:
         *,
         detokenize: bool = True,
         timeout: float | None = None,
+        drafts: bool = True,
     ) -> Generation:
-        """A checked prompt, for whoever calls `submit`, `step` and `abort` himself. Parameters and errors as in `stream`."""
+        """A checked prompt, for whoever calls `submit`, `step` and `abort` himself. Parameters and errors as in `stream`.
+
+        drafts: False decodes it plainly, which changes no token (with drafters that give no probabilities).
+        """
         params = self.default_sampling_params if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise QuasarError(
@@ -259,12 +266,13 @@ class Runner:
                     detokenizer=self._detokenizer(params) if detokenizes else None,
                     bad_words=bad_words,
                     timeout=timeout,
+                    drafts=drafts,
                 )
             )
             self._num_requests += 1
         for request in requests:
             request.siblings = requests
-        return Generation(requests, detokenize, lambda: self.tokenizer)
+        return Generation(requests, detokenize, lambda: self.tokenizer, self._token_texts)
 
     def submit(self, generation: Generation) -> None:
         """Queues it, behind what was submitted before."""
@@ -280,7 +288,8 @@ class Runner:
         self._scheduler.abort(generation.requests)
 
     def _check_params(self, params: SamplingParams) -> list[list[int]]:
-        """The ids of each bad word. Raises QuasarError for parameters that do not fit the model."""
+        """The ids of each bad word. Raises QuasarError for parameters that do not fit the model or the engine."""
+        self.engine.check_params(params)
         vocab = self.engine.config.vocab_size
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             self._check_ids(name, list(getattr(params, name) or ()))

@@ -85,10 +85,10 @@ def open_step_cost(engine: Engine, manifest: Manifest) -> StepCost:
         type(engine).__name__,
         getattr(engine, "threads", None),  # of engines that have them
         getattr(engine, "isa", None),
+        getattr(engine, "hosts", None),
         version_of("quasar-trt"),
         native_build(),
-        cpu_model(),
-        usable_cpus(),
+        engine.device or (cpu_model(), usable_cpus()),
         manifest.limits.max_draft_len,
     ]
     return StepCost.open(engine, manifest.limits.max_draft_len, names)
@@ -107,8 +107,8 @@ def measure(engine: Engine, max_draft_len: int) -> tuple[dict[int, float], bool]
     numbers of rows alternate, so that a disturbance does not meet one of them alone. A slow engine is measured less often,
     and at fewer numbers of rows.
     """
-    largest = min(engine.capabilities.max_rows, engine.max_seq_len)
-    wanted = {rows for rows in (*range(1, max_draft_len + 2), *_NEEDED, *_BEYOND) if rows <= largest}
+    reachable = (*range(1, max_draft_len + 2), *_NEEDED, *_BEYOND)
+    wanted = {rows for rows in reachable if rows <= engine.max_verify_rows}
     times: dict[int, list[float]] = {rows: [] for rows in wanted}
     sequence = engine.open()
     try:

@@ -1,4 +1,4 @@
-"""Tensor parallel: what one of several ranks computes, and the refusal where one process would have to be all of them.
+"""Tensor parallel: what one of several ranks computes, and the refusal of any other number of ranks.
 
 Ranks share the heads and the intermediate size (Megatron-LM, arXiv 1909.08053). A linear that reads a norm is split by
 output rows; the one that reads its results is split by columns, and the ranks' outputs are summed. The head is split by
@@ -36,9 +36,16 @@ def rank_config(config: ModelConfig, tp_size: int) -> ModelConfig:
     return dataclasses.replace(config, tp_size=tp_size, **{name: size // tp_size for name, size in sizes.items()})
 
 
-def refuse_several_ranks(path: Path, tp_size: int) -> None:
-    """Raises QuasarError where one process is to run `path`, made for more than one rank."""
-    if tp_size > 1:
+def check_ranks(path: Path, tp_size: int, num_ranks: int = 1) -> None:
+    """Raises QuasarError where another number of ranks is to run `path` than it was made for."""
+    if tp_size == num_ranks:
+        return
+    if num_ranks == 1:
         raise QuasarError(
-            f"{path} has tp_size {tp_size}: it needs as many ranks, and this is a single process; build with --tp-size 1 for one"
+            f"{path} has tp_size {tp_size}, and this is a single process; start the program as: mpirun -n {tp_size} ...; or build "
+            "with --tp-size 1"
         )
+    how = "without mpirun" if tp_size == 1 else f"as: mpirun -n {tp_size} ..."
+    raise QuasarError(
+        f"{path} has tp_size {tp_size}, and this program runs on {num_ranks} ranks; start it {how}; or build with --tp-size {num_ranks}"
+    )

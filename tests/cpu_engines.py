@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from engine_steps import prefill, rows_of  # noqa: F401 (for tests that take both from here)
 from tiny import tiny_checkpoint
 
 from quasar_trt.builders.cpu_target import compile_cpu
-from quasar_trt.engines.base import Acceptance, SequenceStep
 from quasar_trt.recipe import Recipe
 
 # Every linear of a layer is BF16 in one of the three layers and INT8 in another.
@@ -49,26 +49,3 @@ def packer(tmp_path_factory):
         return made[recipe, sizes]
 
     return make
-
-
-def rows_of(engine, batch, keep=None):
-    """Logits rows of every entry; `keep` draft tokens (default all) stay in the cache."""
-    rows = [None] * len(batch)
-
-    def accept(index, logits):
-        rows[index] = logits.copy()
-        kept = len(batch[index].draft) if keep is None else keep
-        return Acceptance((0,), kept)
-
-    engine.step(batch, accept)
-    return rows
-
-
-def prefill(engine, ids, chunk=None):
-    """Opens a sequence, feeds `ids` in chunks and returns (sequence, logits of the last row)."""
-    sequence = engine.open()
-    chunk = chunk or len(ids)
-    for start in range(0, len(ids), chunk):
-        last = start + chunk >= len(ids)
-        rows = rows_of(engine, [SequenceStep(sequence, ids[start : start + chunk], needs_logits=last)])
-    return sequence, rows[0][0]

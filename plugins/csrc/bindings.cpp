@@ -50,15 +50,46 @@ Linear linear_named(const py::dict& tensors, const std::string& name, int k, Inp
   return {weight, weight.scale ? codes : Input::kFloats, pointer<float>(tensors, name + ".inverse_smoother"), hadamard};
 }
 
+// Collectives as callables on arrays, by name. They had better not be Python functions: signals are then answered between passes.
+class PyCollectives : public Collectives {
+ public:
+  PyCollectives(py::dict callables, const DecoderShape& shape) : callables_(std::move(callables)), rank_(shape.rank), ranks_(shape.ranks) {}
+  ~PyCollectives() override {
+    py::gil_scoped_acquire acquire;
+    callables_ = py::dict();
+  }
+  void largest(int32_t* x, int64_t count) override { call("largest", x, {count}); }
+  void add(int32_t* x, int64_t count) override { call("add", x, {count}); }
+  void add(double* x, int64_t count) override { call("add", x, {count}); }
+  void gather(float* x, int64_t count) override { call("gather", x, {ranks_, count}); }
+  void collect(float* x, int64_t count) override {
+    if (rank_ == 0) call("collect", x, {ranks_, count});
+    else call("collect", x, {count});
+  }
+
+ private:
+  template <class T>
+  void call(const char* name, T* x, std::vector<py::ssize_t> shape) {
+    py::gil_scoped_acquire acquire;
+    callables_[name](py::array_t<T>(std::move(shape), x, py::none()));  // a view: it has a base
+  }
+
+  py::dict callables_;
+  const int rank_, ranks_;
+};
+
 class PyDecoder {
  public:
   // `tensors`: packed arrays by name (kept alive here), with "rope.cos" and "rope.sin" [max_seq_len, head / 2] among them.
   // `shape`: sizes, the bits of the layers' activations, and the columns of the Hadamard blocks by name of a linear.
-  PyDecoder(const py::dict& shape, py::dict tensors, std::shared_ptr<ThreadPool> pool, const std::string& isa)
+  // `collectives`: those of several ranks, see PyCollectives, or none.
+  PyDecoder(const py::dict& shape, py::dict tensors, std::shared_ptr<ThreadPool> pool, const std::string& isa,
+            const std::optional<py::dict>& collectives)
       : tensors_(std::move(tensors)), pool_(std::move(pool)) {
     const auto number = [&](const char* name) { return py::cast<int>(shape[name]); };
     shape_ = {number("layers"), number("hidden"), number("intermediate"), number("heads"), number("kv_heads"), number("head"),
-              number("vocab"), py::cast<float>(shape["norm_epsilon"]), number("rescored"), number("max_rows"), number("max_seq_len")};
+              number("vocab"), py::cast<float>(shape["norm_epsilon"]), number("rescored"), number("max_rows"), number("max_seq_len"),
+              number("rank"), number("ranks"), number("vocab_share")};
     const Input codes = number("activations") == 16 ? Input::kCodes16 : Input::kCodes8;
     const auto blocks = py::cast<std::map<std::string, int>>(shape["hadamard_blocks"]);
     DecoderWeights weights;
@@ -83,15 +114,16 @@ class PyDecoder {
                                 linear("mlp.fc_gate", shape_.hidden),
                                 linear("mlp.proj", shape_.intermediate)});
     }
-    decoder_ = std::make_unique<Decoder>(shape_, std::move(weights), *pool_, kernels_named(isa));
+    decoder_ = std::make_unique<Decoder>(shape_, std::move(weights), *pool_, kernels_named(isa),
+                                         collectives ? std::make_unique<PyCollectives>(*collectives, shape_) : nullptr);
   }
 
-  // Logits [sum of logit_rows, vocab] float32, a read-only view that the next step overwrites.
-  py::array step(const std::vector<std::tuple<int, int, int>>& parts, const Array<int32_t>& tokens) {
+  // Logits [sum of logit_rows, vocab] float32, a read-only view that the next step overwrites; no rows on ranks but the first.
+  py::array step(const std::vector<std::tuple<int, int, int, std::vector<int>>>& parts, const Array<int32_t>& tokens) {
     std::vector<Part> batch;
     int rows = 0, logit_rows = 0;
-    for (const auto& [sequence, count, wanted] : parts) {
-      batch.push_back({sequence, count, wanted});
+    for (const auto& [sequence, count, wanted, parents] : parts) {
+      batch.push_back({sequence, count, wanted, parents});
       rows += count;
       logit_rows += wanted;
     }
@@ -101,6 +133,7 @@ class PyDecoder {
       py::gil_scoped_release release;
       logits = decoder_->step(batch, tokens.data());
     }
+    if (shape_.rank) logit_rows = 0;
     const auto item = static_cast<py::ssize_t>(sizeof(float));
     const py::capsule owner(new std::shared_ptr<const float>(logits),
                             [](void* p) { delete static_cast<std::shared_ptr<const float>*>(p); });
@@ -111,6 +144,7 @@ class PyDecoder {
   }
 
   KvCache& cache() { return decoder_->cache(); }
+  const Decoder& decoder() const { return *decoder_; }
 
  private:
   py::dict tensors_;
@@ -212,14 +246,17 @@ PYBIND11_MODULE(_native, m) {
   py::class_<ThreadPool, std::shared_ptr<ThreadPool>>(m, "ThreadPool").def(py::init<int>());
   m.def("sum_words", &sum_words_of);
   py::class_<PyDecoder>(m, "Decoder")
-      .def(py::init<const py::dict&, py::dict, std::shared_ptr<ThreadPool>, const std::string&>())
+      .def(py::init<const py::dict&, py::dict, std::shared_ptr<ThreadPool>, const std::string&, const std::optional<py::dict>&>())
       .def("step", &PyDecoder::step)
       .def("open", [](PyDecoder& d) { return d.cache().open(); })
       .def("fork", [](PyDecoder& d, int sequence) { return d.cache().fork(sequence); })
       .def("close", [](PyDecoder& d, int sequence) { d.cache().close(sequence); })
       .def("length", [](PyDecoder& d, int sequence) { return d.cache().length(sequence); })
       .def("truncate", [](PyDecoder& d, int sequence, int length) { d.cache().truncate(sequence, length); })
+      .def("compact", [](PyDecoder& d, int sequence, int length, const std::vector<int>& path) { d.cache().compact(sequence, length, path); })
       .def("growth", [](PyDecoder& d, int sequence, int count) { return d.cache().growth(sequence, count); })
       .def("bytes_of", [](PyDecoder& d, int64_t positions) { return d.cache().bytes_of(positions); })
+      .def_property_readonly("progress", [](PyDecoder& d) { return d.decoder().progress(); })
+      .def_property_readonly("collective_seconds", [](PyDecoder& d) { return d.decoder().collective_seconds(); })
       .def_property_readonly("cache_bytes", [](PyDecoder& d) { return d.cache().bytes(); });
 }

@@ -63,20 +63,18 @@ void smooth(const float* x, const float* inverse_smoother, int hadamard, int n, 
 }
 
 // The absolute maximum is taken over bit patterns as integers: there NaN is larger than every number, so it is not lost.
-template <class Code>
-RowScale quantize(const float* x, const float* inverse_smoother, int hadamard, int n, float* scratch, Code* q) {
-  const int end = padded(n);
-  if (inverse_smoother) {
-    smooth(x, inverse_smoother, hadamard, n, scratch);
-    x = scratch;
-  }
+inline float absmax(const float* x, int n) {
   I largest = set1(int32_t{0});
-  for (int i = 0; i < end; i += 16) largest = max(largest, abs_bits(load(x + i)));
-  const float absmax = reduce_max_bits(largest);
+  for (int i = 0; i < padded(n); i += 16) largest = max(largest, abs_bits(load(x + i)));
+  return reduce_max_bits(largest);
+}
+
+template <class Code>
+RowScale codes(const float* x, float absmax, int n, Code* q) {
   const float limit = sizeof(Code) == 1 ? 127.0f : 32767.0f;
   const float scale = absmax < limit * kSmallestNormal ? 1.0f : absmax / limit;
   I sum = set1(int32_t{0});
-  for (int i = 0; i < end; i += 16) {
+  for (int i = 0; i < padded(n); i += 16) {
     const I codes = to_int(div(load(x + i), set1(scale)));  // |x| <= absmax, so no clipping is needed
     store(q + i, codes);
     sum = add(sum, codes);
@@ -87,6 +85,22 @@ RowScale quantize(const float* x, const float* inverse_smoother, int hadamard, i
   return {scale, total};
 }
 
+template <class Code>
+RowScale quantize(const float* x, const float* inverse_smoother, int hadamard, int n, float* scratch, Code* q) {
+  if (inverse_smoother) {
+    smooth(x, inverse_smoother, hadamard, n, scratch);
+    x = scratch;
+  }
+  return codes(x, absmax(x, n), n, q);
+}
+
+float smooth_in_place(float* x, const float* inverse_smoother, int hadamard, int n) {
+  smooth(x, inverse_smoother, hadamard, n, x);
+  return absmax(x, n);
+}
+
+RowScale codes8(const float* x, float absmax, int n, int8_t* q) { return codes(x, absmax, n, q); }
+RowScale codes16(const float* x, float absmax, int n, int16_t* q) { return codes(x, absmax, n, q); }
 RowScale quantize8(const float* x, const float* smoother, int hadamard, int n, float* scratch, int8_t* q) {
   return quantize(x, smoother, hadamard, n, scratch, q);
 }
@@ -103,8 +117,11 @@ struct TileW8A8 {
   int stride;
   const RowScale* rows;
 
-  template <int R>
-  void run(int block, int row, F* y) const {
+  using Sum = int32_t;
+
+  // With kSums y takes the sums themselves.
+  template <int R, bool kSums = false, class Y>
+  void run(int block, int row, Y* y) const {
     // Few rows alone would wait for the latency of their sums: they keep several, which integers may do.
     constexpr int U = R == 1 ? 4 : R <= 3 ? 2 : 1;
     const int groups = (weight.k + 3) / 4;
@@ -130,8 +147,16 @@ struct TileW8A8 {
     for (int r = 0; r < R; ++r) {
       I total = acc[r][0];
       for (int u = 1; u < U; ++u) total = add(total, acc[r][u]);
-      y[r] = mul(mul(to_float(total), set1(rows[row + r].scale)), scale);
+      if constexpr (kSums) y[r] = total;
+      else y[r] = mul(mul(to_float(total), set1(rows[row + r].scale)), scale);
     }
+  }
+
+  template <int R>
+  void sums(int block, int row, int32_t* y, int y_stride) const {
+    I total[R];
+    run<R, true>(block, row, total);
+    for (int r = 0; r < R; ++r) store(y + static_cast<int64_t>(r) * y_stride, total[r]);
   }
 };
 
@@ -143,12 +168,13 @@ struct TileW8A16 {
   int stride;
   const RowScale* rows;
 
+  using Sum = double;
+
   template <int R>
-  void run(int block, int row, F* y) const {
+  void accumulate(int block, int row, double (&total)[R][16]) const {
     const int groups = (weight.k + 3) / 4;
     const int8_t* w = static_cast<const int8_t*>(weight.data) + static_cast<int64_t>(block) * groups * 64;
     const int16_t* xr[R];
-    double total[R][16] = {};
     for (int r = 0; r < R; ++r) xr[r] = x + static_cast<int64_t>(row + r) * stride;
     for (int begin = 0; begin < groups; begin += kFlushGroups) {
       const int end = begin + kFlushGroups < groups ? begin + kFlushGroups : groups;
@@ -173,11 +199,24 @@ struct TileW8A16 {
         add_pairs(total[r] + 8, acc[r][1]);
       }
     }
+  }
+
+  template <int R>
+  void run(int block, int row, F* y) const {
+    double total[R][16] = {};
+    accumulate(block, row, total);
     for (int r = 0; r < R; ++r) {
       float lanes[16];
       for (int i = 0; i < 16; ++i) lanes[i] = static_cast<float>(total[r][i]);
       y[r] = mul(mul(load(lanes), set1(rows[row + r].scale)), load(weight.scale + block * 16));
     }
+  }
+
+  template <int R>
+  void sums(int block, int row, double* y, int y_stride) const {
+    double total[R][16] = {};
+    accumulate(block, row, total);
+    for (int r = 0; r < R; ++r) std::memcpy(y + static_cast<int64_t>(r) * y_stride, total[r], sizeof(total[r]));
   }
 };
 
@@ -235,17 +274,29 @@ void finish(const Tile& t, int block, int row, const Output& out) {
   for (int r = 0; r < R; ++r) store(to + static_cast<int64_t>(r) * out.stride, y[r]);
 }
 
-// The last `rows` (< kMaxRows) rows of a block.
+// Before anything is scaled or added to it.
+template <class Sum>
+struct Sums {
+  Sum* y;
+  int stride;
+};
+
 template <int R, class Tile>
-void finish_rest(const Tile& t, int block, int row, int rows, const Output& out) {
+void finish(const Tile& t, int block, int row, const Sums<typename Tile::Sum>& out) {
+  t.template sums<R>(block, row, out.y + static_cast<int64_t>(row) * out.stride + block * 16, out.stride);
+}
+
+// The last `rows` (< kMaxRows) rows of a block.
+template <int R, class Tile, class Out>
+void finish_rest(const Tile& t, int block, int row, int rows, const Out& out) {
   if constexpr (R > 0) {
     if (rows == R) finish<R>(t, block, row, out);
     else finish_rest<R - 1>(t, block, row, rows, out);
   }
 }
 
-template <class Tile>
-void linear(const Tile& t, int rows, int begin, int end, const Output& out) {
+template <class Tile, class Out>
+void linear(const Tile& t, int rows, int begin, int end, const Out& out) {
   for (int block = begin; block < end; ++block) {
     int row = 0;
     for (; row + Tile::kMaxRows <= rows; row += Tile::kMaxRows) finish<Tile::kMaxRows>(t, block, row, out);
@@ -259,6 +310,12 @@ void linear_w8a8(const Weight& w, const int8_t* x, int stride, const RowScale* s
 void linear_w8a16(const Weight& w, const int16_t* x, int stride, const RowScale* scales, int rows, int begin, int end, Output out) {
   linear(TileW8A16{w, x, stride, scales}, rows, begin, end, out);
 }
+void sums_w8a8(const Weight& w, const int8_t* x, int stride, const RowScale* scales, int rows, int begin, int end, int32_t* y, int y_stride) {
+  linear(TileW8A8{w, x, stride, scales}, rows, begin, end, Sums<int32_t>{y, y_stride});
+}
+void sums_w8a16(const Weight& w, const int16_t* x, int stride, const RowScale* scales, int rows, int begin, int end, double* y, int y_stride) {
+  linear(TileW8A16{w, x, stride, scales}, rows, begin, end, Sums<double>{y, y_stride});
+}
 void linear_bf16(const Weight& w, const float* x, int stride, int rows, int begin, int end, Output out) {
   linear(TileBf16{w, x, stride}, rows, begin, end, out);
 }
@@ -269,7 +326,8 @@ int find_above(const float* x, int from, int n, float least) {
 }
 
 constexpr Kernels table(const char* name) {
-  return {name, rms_norm, silu_mul, quantize8, quantize16, linear_w8a8, linear_w8a16, linear_bf16, attend_chunks, join_chunks, find_above};
+  return {name,         rms_norm,     silu_mul,    quantize8, quantize16,  smooth_in_place, codes8,      codes16,
+          linear_w8a8, linear_w8a16, linear_bf16, sums_w8a8, sums_w8a16, attend_chunks,   join_chunks, find_above};
 }
 
 }  // namespace

@@ -45,6 +45,7 @@ class Measurement:
     num_verify_steps: passes that emitted tokens, the prompt's last included. num_drafts, num_draft_tokens,
     num_accepted_tokens_per_pos: as in SpeculationMetrics.
     seconds: {"draft", "verify", "accept"} -> time spent there, the prompt's passes counted as verify.
+    communication_seconds: of verify, what rank 0 spent in collectives, waiting for other ranks included.
     """
 
     token_ids: tuple[int, ...]
@@ -55,11 +56,12 @@ class Measurement:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    communication_seconds: float = 0.0
 
 
 def measure(runner: Runner, prompt_ids: list[int], sampling_params: SamplingParams) -> Measurement:
     """Decodes one prompt and times it."""
-    before = runner.stats.snapshot()
+    before, communicated = runner.stats.snapshot(), runner.engine.communication_seconds
     clock = DecodeClock()
     runner.reset_prefix_cache()  # every run computes its prompt
     stream = runner.stream(prompt_ids, sampling_params, detokenize=False)
@@ -74,6 +76,7 @@ def measure(runner: Runner, prompt_ids: list[int], sampling_params: SamplingPara
         num_drafts=used.num_drafts,
         num_draft_tokens=used.num_draft_tokens,
         num_accepted_tokens_per_pos=tuple(used.num_accepted_tokens_per_pos),
+        communication_seconds=runner.engine.communication_seconds - communicated,
     )
 
 
@@ -86,8 +89,7 @@ def verify_costs(engine: Engine, context: int = 128, repeats: int = 15) -> dict[
     Leaves out numbers of rows that the engine cannot hold, and shortens `context` to fit its max_seq_len.
     """
 
-    max_rows = engine.capabilities.max_rows
-    numbers = [rows for rows in VERIFY_ROWS if rows < engine.max_seq_len and rows <= max_rows]
+    numbers = [rows for rows in VERIFY_ROWS if rows < engine.max_seq_len and rows <= engine.max_verify_rows]
     sequence = ScratchSequence(engine, min(context, engine.max_seq_len - max(numbers)))
     seconds: dict[int, list[float]] = {rows: [] for rows in numbers}
     for _ in range(repeats):
@@ -100,7 +102,7 @@ def verify_costs(engine: Engine, context: int = 128, repeats: int = 15) -> dict[
 
 
 def peak_memory() -> int:
-    """Highest resident size of this process in bytes.
+    """Highest resident size of this process in bytes, what is on a GPU not counted.
 
     VmHWM where there is one: ru_maxrss may carry the parent's size over from the moment the process was started.
     """
@@ -118,9 +120,34 @@ def _work(connection, engine_dir: Path, runner_options: dict) -> None:
         connection.send(runner.engine.weight_bytes_per_step)
         while (request := connection.recv()) is not None:
             connection.send(measure(runner, *request))
-        connection.send((verify_costs(runner.engine), peak_memory()))
+        connection.send((verify_costs(runner.engine), peak_memory() + runner.engine.device_bytes))
     except QuasarError as error:
         connection.send(error)
+
+
+class CellHere:
+    """A cell in this process, where several ranks run: a process that rank 0 starts would be none of them."""
+
+    def __init__(self, cell: Cell, engine_dir: Path, runner_options: dict):
+        self.cell = cell
+        self._runner = Runner.from_dir(engine_dir, **runner_options)
+
+    def weight_bytes_per_step(self) -> int:
+        return self._runner.engine.weight_bytes_per_step
+
+    def measure(self, prompt_ids: list[int], sampling_params: SamplingParams) -> Measurement:
+        return measure(self._runner, prompt_ids, sampling_params)
+
+    def finish(self) -> tuple[dict[int, float], int]:
+        """As `CellProcess.finish`; the memory of the process is that of all cells."""
+        engine = self._runner.engine
+        return verify_costs(engine), peak_memory() + engine.device_bytes
+
+    def __enter__(self) -> CellHere:
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
 
 
 class CellProcess:
@@ -150,7 +177,8 @@ class CellProcess:
         return self._receive((prompt_ids, sampling_params))
 
     def finish(self) -> tuple[dict[int, float], int]:
-        """Ends the work; returns what `verify_costs` says and the process's peak memory in bytes."""
+        """Ends the work; returns what `verify_costs` says and the process's peak memory in bytes, that of the engine's GPU
+        included."""
         return self._receive(None)
 
     def _receive(self, *requests):

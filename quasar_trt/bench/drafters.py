@@ -12,7 +12,7 @@ from quasar_trt.bench.prompts import Prompt, encode_prompts, random_prompts
 from quasar_trt.bench.run import run_cells
 from quasar_trt.checkpoint import Checkpoint
 from quasar_trt.drafters.registry import make_drafter
-from quasar_trt.engines import default_engine
+from quasar_trt.engines import engine_of
 from quasar_trt.manifest import Manifest
 from quasar_trt.tokenizer import load_tokenizer
 
@@ -32,7 +32,7 @@ def run_drafter_bench(
     max_seq_len = manifest.limits.max_seq_len
     encoded = encode_prompts(prompts, load_tokenizer(engine_dir), options.raw, max_seq_len)
     encoded += random_prompts(options.random_prompts, options.seed, vocab_size, max_seq_len)
-    engine = default_engine() if manifest.plan is None else "auto"
+    engine = engine_of(manifest)  # chosen here, so that a warning about it appears once and not once per process
     contenders = [Contender(drafter) for drafter in (None, *options.drafters)]
     openings = {
         contender: (engine_dir, {"drafter": contender.drafter, "engine": engine, "threads": options.threads})

@@ -38,6 +38,12 @@ class Report(CellFigures):
         """(runs whose ids equal those of the plain cell with the same weights, all runs)."""
         return self.identical_to(Cell(cell.weights, False), cell)
 
+    def communication_share(self, cell: Cell) -> float | None:
+        """Part of the time in verify that rank 0 spent in collectives; None for a single rank."""
+        measurements = [run.measurement for run in self.select(cell)]
+        communicated = sum(each.communication_seconds for each in measurements)
+        return communicated / sum(each.seconds["verify"] for each in measurements) if communicated else None
+
     def relative_verify_costs(self, cell: Cell) -> dict[int, float]:
         """Rows of a verify pass -> its time over that of one row."""
         costs = self.verify_costs[cell]
@@ -57,6 +63,7 @@ class Report(CellFigures):
                     "peak_memory_bytes": self.peak_memory[cell],
                     "identical_to_plain": self.identical(cell),
                     "mean_speedup_of_tasks": self.mean_speedup_of_tasks(cell),
+                    "communication_share_of_verify": self.communication_share(cell),
                     "verify_cost_over_one_row": self.relative_verify_costs(cell),
                 }
                 for cell in CELLS

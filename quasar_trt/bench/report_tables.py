@@ -90,10 +90,14 @@ def _gains(report: Report) -> FigureTable:
 
 def _costs(report: Report) -> FigureTable:
     rows = []
+    several_ranks = report.communication_share(BASELINE) is not None
     for cell in CELLS:
         costs = report.relative_verify_costs(cell)
-        shares = (f"{report.shares(cell)[part]:.1%}" for part in _PARTS)
+        shares = [f"{report.shares(cell)[part]:.1%}" for part in _PARTS]
+        if several_ranks:
+            shares.append(number(report.communication_share(cell), ".1%"))
         rows.append((cell.name, *shares, *(f"{costs[n]:.2f}x" if n in costs else "-" for n in VERIFY_ROWS[1:])))
-    headings = ("cell", *_PARTS, *(f"{rows}\nrows" for rows in VERIFY_ROWS[1:]))
+    communication = ("ranks,\nof verify",) if several_ranks else ()
+    headings = ("cell", *_PARTS, *communication, *(f"{rows}\nrows" for rows in VERIFY_ROWS[1:]))
     note = "shares of the time; cost of a verify step of that many rows over one of a single row"
     return FigureTable("where the time goes", headings, rows, note)

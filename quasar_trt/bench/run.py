@@ -7,16 +7,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from quasar_trt.bench.cell import CELLS, CellProcess
+from quasar_trt.bench.cell import CELLS, CellHere, CellProcess
 from quasar_trt.bench.cell_figures import Run
 from quasar_trt.bench.options import BenchOptions, CellOptions
 from quasar_trt.bench.progress import progress_bar
 from quasar_trt.bench.prompts import EncodedPrompt, Prompt, encode_prompts, random_prompts
 from quasar_trt.bench.report import Report
 from quasar_trt.checkpoint import Checkpoint
-from quasar_trt.engines import default_engine
+from quasar_trt.engines import engine_of
 from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Manifest
+from quasar_trt.ranks import lead
 from quasar_trt.tokenizer import load_tokenizer
 
 
@@ -26,13 +27,12 @@ def run_bench(
     """`engine_dirs`: {"BF16": ..., "INT8": ...}. `prompts` and `options.random_prompts` together are at least one. The
     progress bar goes to `progress_console`.
 
-    Raises QuasarError when a directory holds other weights than its cell, the directories are not of one model, a prompt
-    does not fit, or a cell's process fails.
+    Raises QuasarError when a directory holds other weights than its cell, the directories are not of one model or one target,
+    a prompt does not fit, or a cell's process fails.
     """
-    max_seq_len, vocab_size = _check_engines(engine_dirs)
+    max_seq_len, vocab_size, engine = _check_engines(engine_dirs)
     encoded = encode_prompts(prompts, _tokenizer(engine_dirs), options.raw, max_seq_len)
     encoded += random_prompts(options.random_prompts, options.seed, vocab_size, max_seq_len)
-    engine = default_engine()  # chosen here, so that a warning about it appears once and not once per cell
     openings = {}
     for cell in CELLS:
         drafter = options.drafter if cell.drafted else None
@@ -57,10 +57,11 @@ def run_cells(
     openings: cell -> (engine directory, options of its runner). Returns the runs, and per cell the weight bytes per step, what
     `verify_costs` says and the peak memory in bytes. Raises QuasarError when a cell's process fails.
     """
+    make_cell = CellProcess if lead() is None else CellHere
     with ExitStack() as stack:
         cells, weight_bytes = {}, {}
         for cell, opening in openings.items():
-            cells[cell] = stack.enter_context(CellProcess(cell, *opening))
+            cells[cell] = stack.enter_context(make_cell(cell, *opening))
             # One opens after the other: whatever a runner times when it opens is not disturbed by another cell.
             weight_bytes[cell] = cells[cell].weight_bytes_per_step()
         progress = stack.enter_context(progress_bar(progress_console))
@@ -82,18 +83,28 @@ def run_cells(
     return tuple(runs), weight_bytes, costs, {cell: peak for cell, (_, peak) in ends.items()}
 
 
-def _check_engines(engine_dirs: dict[str, Path]) -> tuple[int, int]:
-    """(tokens that a sequence may have in both engines, size of their vocabulary). Raises QuasarError unless they fit their names and each other."""
+def _check_engines(engine_dirs: dict[str, Path]) -> tuple[int, int, str]:
+    """(tokens that a sequence may have in both engines, size of their vocabulary, the engine that runs them). Raises QuasarError
+    unless they fit their names and each other."""
     manifests = {weights: Manifest.open(directory) for weights, directory in engine_dirs.items()}
     for weights, manifest in manifests.items():
-        found = "INT8" if manifest.recipe.quantized else "BF16"
+        found = _weights(manifest)
         if found != weights:
             raise QuasarError(f"{engine_dirs[weights]} holds {found} weights; --{weights.lower()} needs {weights}")
     one, other = engine_dirs.values()
     config = Checkpoint.open(one / "checkpoint").config
     if config != Checkpoint.open(other / "checkpoint").config:
         raise QuasarError(f"{one} and {other} are engines of different models; build both from one model")
-    return min(manifest.limits.max_seq_len for manifest in manifests.values()), config.vocab_size
+    targets = {manifest.target for manifest in manifests.values()}
+    if len(targets) > 1:
+        raise QuasarError(f"{one} and {other} are for targets {', '.join(sorted(targets))}; build both for one target")
+    # Chosen here, so that a warning about it appears once and not once per cell.
+    engine = engine_of(next(iter(manifests.values())))
+    return min(manifest.limits.max_seq_len for manifest in manifests.values()), config.vocab_size, engine
+
+
+def _weights(manifest: Manifest) -> str:
+    return "INT8" if manifest.recipe.quantized else "BF16"
 
 
 def _tokenizer(engine_dirs: dict[str, Path]):

@@ -7,6 +7,7 @@ Everything is kept in flat lists indexed by state: a step of drafting must not s
 from __future__ import annotations
 
 from collections.abc import Iterable
+from heapq import nlargest
 
 _COUNTED_LINKS = 8  # states per token whose followers are counted, longest substrings first
 
@@ -131,6 +132,30 @@ class SuffixAutomaton:
                 state = target
                 length += 1
         return state, length
+
+    def branch(self, state: int, length: int, most: int) -> list[tuple[int, int, int, int]]:
+        """What followed a state's substring of `length` tokens before, most frequent first, then what followed its suffixes, up
+        to `most` tokens: (token, kind, the state after it, the length of its match).
+
+        The first one's kind is that of `predict`; those of others are `NUM_KINDS` more, classes of the length by how often
+        the token followed.
+        """
+        found: dict[int, tuple[int, int, int, int]] = {}
+        count = self._count
+        while state > 0 and len(found) < most:
+            after = self.followers[state]
+            if not found and self._best[state] >= 0:
+                token, kind, target = self.predict(state, length)
+                found[token] = token, kind, target, length + 1
+            kind = NUM_KINDS + _LENGTHS[length if length < 9 else 9] * NUM_EVIDENCES
+            for token in nlargest(most, after, key=lambda token, after=after: count[after[token]]):
+                if token >= 0 and token not in found and len(found) < most:
+                    target = after[token]
+                    evidence = min(10 * count[target] // count[state], NUM_EVIDENCES - 1)
+                    found[token] = token, kind + evidence, target, length + 1
+            state = self.link[state]
+            length = min(length, self.length[state])
+        return list(found.values())
 
 
 class Cursor:

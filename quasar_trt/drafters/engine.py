@@ -97,6 +97,11 @@ class EngineDrafter(Drafter):
         if self._manifest is not None:
             directory = self._given
             drafting = open_engine(directory, beside=engine)
+        if drafting.capabilities.accepts_inside:
+            raise QuasarError(
+                f"drafting engine {directory or type(drafting).__name__} samples by itself, so its tokens have no known "
+                "probabilities; draft with an engine of another target"
+            )
         sizes = engine.config.vocab_size, drafting.config.vocab_size
         self._vocabulary, self._block = SameVocabulary(*sizes), Block
         try:
@@ -173,7 +178,9 @@ class EngineDrafter(Drafter):
     def _look_ahead(self, blocks: Sequence[Block]) -> None:
         """Asks the drafting engine's own drafter how these blocks would go on."""
         if self._drafter and blocks:
-            asked = [dataclasses.replace(block.request, limit=block.room, ahead=block.ids) for block in blocks]
+            asked = [
+                dataclasses.replace(block.request, limit=block.room, tree=False, ahead=block.ids) for block in blocks
+            ]
             for block, tail in zip(blocks, self._drafter.propose(asked), strict=True):
                 block.tail = tail
 

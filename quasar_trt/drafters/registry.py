@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from quasar_trt.drafters.base import Drafter
 from quasar_trt.drafters.engine import EngineDrafter, EngineOptions
 from quasar_trt.drafters.ngram import NgramDrafter, NgramOptions
+from quasar_trt.drafters.recycle import RecycleDrafter, RecycleOptions
 from quasar_trt.drafters.suffix import SuffixDrafter, SuffixOptions
 from quasar_trt.errors import QuasarError, unknown
 
@@ -15,6 +16,7 @@ from quasar_trt.errors import QuasarError, unknown
 DRAFTERS: dict[str, tuple[type[Drafter], type]] = {
     "suffix": (SuffixDrafter, SuffixOptions),
     "ngram": (NgramDrafter, NgramOptions),
+    "recycle": (RecycleDrafter, RecycleOptions),
     "engine": (EngineDrafter, EngineOptions),
 }
 # name -> what it drafts with, which is given behind the name and a colon

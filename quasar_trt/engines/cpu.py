@@ -15,6 +15,7 @@ import numpy as np
 
 from quasar_trt.architectures import hadamard_blocks
 from quasar_trt.checkpoint import check_hadamard_blocks, check_tensors
+from quasar_trt.communicator import Communicator
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.engines.cpu_layout import LAYOUT_VERSION, packed_spec
 from quasar_trt.errors import QuasarError, unknown
@@ -23,7 +24,7 @@ from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins import native
 from quasar_trt.recipe import RESCORED, Recipe
 from quasar_trt.rope import rope_tables
-from quasar_trt.tensor_parallel import refuse_several_ranks
+from quasar_trt.tensor_parallel import check_ranks
 from quasar_trt.tensorfile import map_tensors, read_header
 
 MAX_ROWS = 256
@@ -41,27 +42,33 @@ class CpuEngine(Engine):
         beside: CpuEngine | None = None,
         isa: str = "",
         max_rows: int = MAX_ROWS,
+        ranks: Communicator | None = None,
     ):
-        """Maps `path`, a `rank0.engine`.
+        """Maps `path`, a `rank{r}.engine`.
 
-        threads: native threads, default all cores of the process. beside: an engine whose threads it shares instead of starting
-        its own; the two are never used at once. isa: one of `native.isa_names()`, "" for the best here.
-        Raises QuasarError for a file of another layout or of one of several ranks, or a machine without the native extension.
+        threads: native threads, default all cores of the process, shared with ranks that may run on them too. beside: an engine
+        whose threads it shares instead of starting its own; the two are never used at once. isa: one of `native.isa_names()`,
+        "" for the best here. ranks: those of a tensor parallel engine, each of which opens its own file. They take every step
+        together; rank 0 alone has logits.
+        Raises QuasarError for a file of another layout or another rank, or a machine without the native extension.
         """
         if native.UNAVAILABLE:
             raise QuasarError(f"engine 'cpu' cannot run: {native.UNAVAILABLE}")
         if isa and isa not in native.isa_names():
             raise unknown("instruction set", isa, native.isa_names())
-        threads = beside.threads if beside else usable_cpus() if threads is None else threads
+        if beside:
+            threads = beside.threads
+        elif threads is None:
+            threads = max(1, usable_cpus() // (ranks.num_sharing if ranks else 1))
         if threads < 1:
             raise QuasarError(f"threads is {threads}; allowed: 1 or more")
-        self.config, self.recipe = _read_description(path)
-        refuse_several_ranks(path, self.config.tp_size)
+        rank = ranks.rank if ranks else 0
+        self.config, self.recipe = _read_description(path, rank, ranks.size if ranks else 1)
         self.max_seq_len = max_seq_len
         self.threads = threads
         self.isa = isa or native.isa_names()[0]
         self.capabilities = Capabilities(
-            max_rows=max_rows, accepts_inside=False, tree=False, hidden_states=False, fork=True, exact=True
+            max_rows=max_rows, accepts_inside=False, tree=True, hidden_states=False, fork=True, exact=True
         )
         tensors = map_tensors(path)
         self.weight_bytes_per_step = sum(
@@ -82,12 +89,17 @@ class CpuEngine(Engine):
             "rescored": RESCORED,
             "max_rows": max_rows,
             "max_seq_len": max_seq_len,
+            "rank": rank,
+            "ranks": self.config.tp_size,
+            "vocab_share": self.config.logits_size,
         }
         try:
             self._pool = beside._pool if beside else native.thread_pool(threads)
-            self._decoder = native.decoder(shape, tensors, self._pool, self.isa)
+            self._decoder = native.decoder(shape, tensors, self._pool, self.isa, ranks and ranks.collectives)
         except RuntimeError as error:  # the system's limit of threads or memory
             raise QuasarError(f"cannot start {threads} threads ({error}); ask for fewer with threads") from None
+        if ranks:
+            ranks.watch(lambda: self._decoder.progress)
 
     def open(self) -> int:
         return self._decoder.open()
@@ -108,6 +120,10 @@ class CpuEngine(Engine):
     def cache_bytes(self) -> int:
         return self._decoder.cache_bytes
 
+    @property
+    def communication_seconds(self) -> float:
+        return self._decoder.collective_seconds
+
     def growth(self, sequence: int, count: int) -> int:
         return self._decoder.growth(sequence, count)
 
@@ -120,14 +136,17 @@ class CpuEngine(Engine):
         for entry in batch:
             lengths.append(self.length(entry.sequence))
             drafted = len(entry.draft.ids)
-            parts.append((entry.sequence, len(entry.tokens) + drafted, 1 + drafted if entry.needs_logits else 0))
+            parents = entry.draft.parents if entry.draft.is_tree else ()
+            parts.append(
+                (entry.sequence, len(entry.tokens) + drafted, 1 + drafted if entry.needs_logits else 0, parents)
+            )
             tokens += entry.tokens
             tokens += entry.draft.ids
         logits = self._decoder.step(parts, np.array(tokens, np.int32))
         acceptances: list[Acceptance | None] = []
         row = 0
         try:
-            for index, (entry, (_, _, wanted)) in enumerate(zip(batch, parts, strict=True)):
+            for index, (entry, (_, _, wanted, _)) in enumerate(zip(batch, parts, strict=True)):
                 rows = logits[row : row + wanted]
                 row += wanted
                 acceptances.append(checked_acceptance(accept(index, rows), entry.draft) if wanted else None)
@@ -137,12 +156,17 @@ class CpuEngine(Engine):
             raise
         for entry, length, acceptance in zip(batch, lengths, acceptances, strict=True):
             if acceptance is not None and acceptance.num_accepted_tokens < len(entry.draft.ids):
-                self.truncate(entry.sequence, length + len(entry.tokens) + acceptance.num_accepted_tokens)
+                committed = length + len(entry.tokens)
+                if entry.draft.is_tree:
+                    self._decoder.compact(entry.sequence, committed, acceptance.path or ())
+                else:
+                    self.truncate(entry.sequence, committed + acceptance.num_accepted_tokens)
         return acceptances
 
 
-def _read_description(path: Path) -> tuple[ModelConfig, Recipe]:
-    """Model and recipe from the file's metadata, once its layout and tensor table are those this version reads."""
+def _read_description(path: Path, rank: int, num_ranks: int) -> tuple[ModelConfig, Recipe]:
+    """Model and recipe from the file's metadata, once it is known to be this rank's, with the layout and the tensor table that
+    this version reads."""
     specs, _, metadata, _ = read_header(path)
     if metadata.get("layout_version") != LAYOUT_VERSION:
         raise QuasarError(
@@ -154,6 +178,9 @@ def _read_description(path: Path) -> tuple[ModelConfig, Recipe]:
         blocks = json.loads(metadata["hadamard_blocks"])
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise QuasarError(f"{path} does not describe its model ({error!r}); build the engine again") from None
+    check_ranks(path, config.tp_size, num_ranks)
+    if metadata.get("rank") != str(rank):
+        raise QuasarError(f"{path} is of rank {metadata.get('rank')}, this is rank {rank}; build the engine again")
     check_hadamard_blocks(blocks, config, recipe, str(path))
     check_tensors(specs, packed_spec(config, recipe), str(path))
     return config, recipe

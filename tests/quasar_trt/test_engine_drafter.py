@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import numpy as np
@@ -319,6 +320,24 @@ def test_a_row_is_cut_or_filled_up_to_the_verifiers_vocabulary():
 def test_other_numbers_of_ids_need_tokenizers():
     with pytest.raises(QuasarError, match="the verifier has 12 token ids, the drafting engine 14"):
         Runner(verifier(), drafter=EngineDrafter(StubEngine(OTHER, 14)))
+
+
+def test_an_engine_that_samples_by_itself_cannot_draft():
+    engine = drafting("same")
+    engine.capabilities = dataclasses.replace(engine.capabilities, accepts_inside=True)
+    with pytest.raises(QuasarError, match="drafting engine StubEngine samples by itself"):
+        Runner(verifier(), drafter=EngineDrafter(engine))
+
+
+def test_a_request_that_is_not_to_be_drafted_is_left_alone():
+    engine = drafting("near")
+    runner = Runner(verifier(), drafter=EngineDrafter(engine), kv_cache_memory_bytes=64)
+    generations = [runner.prepare(prompt, SamplingParams(temperature=0), drafts=False) for prompt in PROMPTS]
+    for generation in generations:
+        runner.submit(generation)
+    while not all(generation.finished for generation in generations):
+        runner.step()
+    assert engine.passes == [] and runner.stats.num_draft_tokens == 0
 
 
 def test_blocks_are_made_only_while_they_pay(monkeypatch):

@@ -23,7 +23,8 @@ DRAFTER = {
         "prompt_lookup_max": 1,
         "prompt_lookup_min": 3,
     },
-    "suffix": {"num_speculative_tokens": 2, "history_tokens": 100},
+    "recycle": {"num_speculative_tokens": 2},
+    "suffix": {"num_speculative_tokens": 2, "branches": 3, "history_tokens": 100},
     "engine": {
         "num_speculative_tokens": 2,
         "drafter": "none",
@@ -45,7 +46,7 @@ def propose(drafter: Drafter) -> tuple[int, ...]:
     """The draft that comes with DRAFTER_CONTEXT, after a request that emitted DRAFTER_ANSWER."""
     engine = StubEngine(chain_logits(DRAFTER_ANSWER, 1, 10), 10)
     runner = Runner(engine, drafter=drafter, max_batch_size=1)
-    runner.generate([[0], DRAFTER_CONTEXT], SamplingParams(temperature=0, max_tokens=len(DRAFTER_ANSWER)))
+    runner.generate([[0], DRAFTER_CONTEXT], SamplingParams(temperature=0, max_tokens=20))
     return next(step.drafts[-1] for step in engine.passes if step.tokens[-1] == DRAFTER_CONTEXT)
 
 
@@ -158,7 +159,7 @@ def test_every_default_works():
         (lambda: make_drafter("suffix", {"history_tokens": 1e4}), "history_tokens is 10000.0; allowed"),
         (lambda: make_drafter("engine", {}), "drafter is 'engine'; allowed: engine:DIR"),
         (lambda: make_drafter("engine:", {}), "drafter is 'engine:'; allowed: engine:DIR"),
-        (lambda: make_drafter("ngram:dir", {}), "unknown drafter 'ngram:dir'; one of: engine:DIR, ngram, suffix"),
+        (lambda: make_drafter("ngram:dir", {}), "unknown drafter 'ngram:dir'; one of: engine:DIR, ngram, recycle, suffix"),
         (lambda: make_drafter("engine:nowhere", {}), "engine directory nowhere does not exist"),
         (lambda: EngineDrafter("x", drafter="sufix"), "unknown drafter of an engine drafter 'sufix'.*mean 'suffix'"),
         (lambda: EngineDrafter("x", draft_tokenizer="yes"), "draft_tokenizer is 'yes'; allowed: true or false"),

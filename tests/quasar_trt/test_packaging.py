@@ -103,6 +103,7 @@ def test_the_test_extra_holds_nothing_that_is_not_used():
     assert names == {
         *("gguf", "hypothesis", "matplotlib", "protobuf", "pytest", "ruff", "sentencepiece"),
         *("tensorrt-cu13-bindings", "tensorrt-rtx", "triton"),
+        *("fastapi", "openai", "playwright", "prometheus-client", "pydantic", "pyyaml", "schemathesis", "uvicorn"),
     }
 
 

@@ -60,6 +60,9 @@ def test_stream_output_is_plain_data():
         "stop_reason": "a",
         "logprobs": None,
         "index": 0,
+        "origins": [],
+        "text_offsets": [],
+        "metrics": None,
     }
     assert pickle.loads(pickle.dumps(piece)) == piece
 

@@ -278,7 +278,8 @@ def test_a_single_process_refuses_an_engine_of_several_ranks(two_ranks):
         lambda: Runner.from_dir(two_ranks),
     ):
         with pytest.raises(
-            QuasarError, match=r"has tp_size 2: it needs as many ranks, .*build with --tp-size 1"
+            QuasarError,
+            match=r"has tp_size 2, and this is a single process; start .* mpirun -n 2 .*build with --tp-size 1",
         ) as caught:
             open_it()
         assert "\n" not in str(caught.value)

@@ -8,12 +8,14 @@
 
 namespace quasar {
 
-Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, ThreadPool& pool, const Kernels* kernels)
+Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, ThreadPool& pool, const Kernels* kernels,
+                 std::unique_ptr<Collectives> collectives)
     : shape_(shape),
       weights_(std::move(weights)),
       kernels_(kernels),
       pool_(pool),
       cache_(shape.layers, shape.kv_heads, shape.head),
+      collectives_(std::move(collectives)),
       scales_(static_cast<size_t>(shape.max_rows)),
       attention_pieces_(static_cast<size_t>(pool.size())),
       scratch_(static_cast<size_t>(pool.size())) {
@@ -36,11 +38,12 @@ Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, ThreadPool& 
   prepare(normed_, weights_.head);
   const int widest = std::max({normed_.stride, attended_.stride, gated_.stride});
   for (auto& scratch : scratch_) {
-    scratch.floats.resize(std::max(widest, kMaxQueries * (kChunk + shape.head)));
+    scratch.floats.resize(std::max(widest, attention_scratch(shape.head)));
     if (!weights_.head_rows) continue;
     scratch.head_block.resize(padded(shape.hidden, 2) * kBlock);
     scratch.best.reserve(best_logits_room(shape.rescored));
   }
+  if (collectives_) prepare_ranks();
 }
 
 void Decoder::check(const std::vector<Part>& parts, const int32_t* tokens, int& rows) const {
@@ -51,6 +54,10 @@ void Decoder::check(const std::vector<Part>& parts, const int32_t* tokens, int& 
       throw std::invalid_argument("sequence " + std::to_string(part.sequence) + " would hold " + std::to_string(after) +
                                   " tokens; the engine holds " + std::to_string(shape_.max_seq_len));
     rows += part.rows;
+    const int nodes = static_cast<int>(part.parents.size());
+    bool tree = nodes < part.rows;
+    for (int i = 0; i < nodes; ++i) tree &= part.parents[static_cast<size_t>(i)] >= -1 && part.parents[static_cast<size_t>(i)] < i;
+    if (!tree) throw std::invalid_argument("the parents of sequence " + std::to_string(part.sequence) + " are no tree of its rows");
   }
   if (rows > shape_.max_rows)
     throw std::invalid_argument("the pass would hold " + std::to_string(rows) + " rows; the engine holds " +
@@ -68,6 +75,7 @@ std::shared_ptr<const float> Decoder::step(const std::vector<Part>& parts, const
   tokens_ = tokens;
   first_row_.clear();
   rows_.clear();
+  tree_slots_.clear();
   logit_rows_.clear();
   attention_parts_.clear();
   pages_.resize(parts.size());
@@ -84,7 +92,7 @@ std::shared_ptr<const float> Decoder::step(const std::vector<Part>& parts, const
     attention_parts_.push_back({part.rows, length});
     for (int i = 0; i < part.rows; ++i) {
       if (i >= part.rows - part.logit_rows) logit_rows_.push_back(static_cast<int>(rows_.size()));
-      rows_.push_back({p, length + i});
+      rows_.push_back(row_of(p, length, i));
     }
   }
   plan_attention(attention_parts_, shape_.kv_heads, shape_.heads / shape_.kv_heads, attention_pieces_);
@@ -98,14 +106,36 @@ std::shared_ptr<const float> Decoder::step(const std::vector<Part>& parts, const
       if (floats.size() < size) floats.resize(size);
     }
   }
-  const int64_t wanted = static_cast<int64_t>(logit_rows_.size()) * padded(shape_.vocab);
+  const int64_t wanted = shape_.rank ? 0 : static_cast<int64_t>(logit_rows_.size()) * padded(shape_.vocab);
   if (logits_->size() < wanted) {
     logits_ = std::make_shared<Buffer<float>>();
     logits_->resize(wanted);
   }
+  if (collectives_) {
+    const int64_t shares = static_cast<int64_t>(logit_rows_.size()) * share_stride() * (shape_.rank ? 1 : shape_.ranks);
+    if (shares_.size() < shares) shares_.resize(shares);
+    collective_error_ = nullptr;
+  }
   pool_.run([this](int thread) { forward(thread); });
+  if (collective_error_) std::rethrow_exception(collective_error_);
   for (const Part& part : parts_) cache_.advance(part.sequence, part.rows);
   return std::shared_ptr<const float>(logits_, logits_->get());
+}
+
+// Row i of a part whose sequence has `length` positions in the cache; the rows before it are there.
+Decoder::Row Decoder::row_of(int p, int length, int i) {
+  const Part& part = parts_[static_cast<size_t>(p)];
+  const int root = part.rows - static_cast<int>(part.parents.size());  // rows before the tree
+  if (i < root) return {p, length + i, length + i, length + i + 1, 0};
+  const int parent = part.parents[static_cast<size_t>(i - root)], slots = static_cast<int>(tree_slots_.size());
+  Row row{p, length + root, length + i, length + root, slots};
+  if (parent >= 0) {
+    const Row& above = rows_[static_cast<size_t>(first_row_.back() + root + parent)];
+    row.position = above.position + 1;
+    for (int d = 0; d < row.position - row.ordered; ++d) tree_slots_.push_back(tree_slots_[static_cast<size_t>(above.slots + d)]);
+  }
+  tree_slots_.push_back(row.slot);
+  return row;
 }
 
 void Decoder::forward(int thread) {
@@ -117,8 +147,7 @@ void Decoder::forward(int thread) {
 // Between two barriers every thread works on its own rows, or on its own output blocks of all rows.
 void Decoder::layer(int index, int thread) {
   const LayerWeights& w = weights_.layers[static_cast<size_t>(index)];
-  const int rows = static_cast<int>(rows_.size()), hidden = padded(shape_.hidden);
-  const Output residual{hidden_.get(), hidden, Epilogue::kAdd};
+  const int rows = static_cast<int>(rows_.size());
 
   normalize(w.input_norm, thread);
   quantize(w.qkv, normed_, rows, thread);
@@ -129,22 +158,24 @@ void Decoder::layer(int index, int thread) {
   pool_.barrier();
   attend(index, thread);
   pool_.barrier();
-  if (w.dense.input != Input::kFloats) {
-    quantize(w.dense, attended_, rows, thread);
-    pool_.barrier();
-  }
-  linear(w.dense, attended_, rows, shape_.hidden, residual, thread);
-  pool_.barrier();
+  add_to_residual(w.dense, attended_, thread);
   normalize(w.post_norm, thread);
   quantize(w.fc_gate, normed_, rows, thread);
   pool_.barrier();
   linear(w.fc_gate, normed_, rows, shape_.intermediate, {gated_.floats.get(), gated_.stride, Epilogue::kSiluMul}, thread);
   pool_.barrier();
-  if (w.proj.input != Input::kFloats) {
-    quantize(w.proj, gated_, rows, thread);
+  add_to_residual(w.proj, gated_, thread);
+}
+
+// Ends at a barrier.
+void Decoder::add_to_residual(const Linear& reader, Activations& x, int thread) {
+  if (collectives_) return add_all_to_residual(reader, x, thread);
+  const int rows = static_cast<int>(rows_.size());
+  if (reader.input != Input::kFloats) {
+    quantize(reader, x, rows, thread);
     pool_.barrier();
   }
-  linear(w.proj, gated_, rows, shape_.hidden, residual, thread);
+  linear(reader, x, rows, shape_.hidden, {hidden_.get(), padded(shape_.hidden), Epilogue::kAdd}, thread);
   pool_.barrier();
 }
 
@@ -217,12 +248,12 @@ void Decoder::rotate(int layer, int thread) {
   // Each key/value head comes after the queries that read it.
   const auto [begin, end] = share(shape_.heads + shape_.kv_heads, thread, pool_.size());
   for (int row = 0; row < static_cast<int>(rows_.size()); ++row) {
-    const auto [part, position] = rows_[static_cast<size_t>(row)];
-    const float* cos = weights_.cos + static_cast<int64_t>(position) * half;
-    const float* sin = weights_.sin + static_cast<int64_t>(position) * half;
+    const Row& place = rows_[static_cast<size_t>(row)];
+    const float* cos = weights_.cos + static_cast<int64_t>(place.position) * half;
+    const float* sin = weights_.sin + static_cast<int64_t>(place.position) * half;
     float* qkv = qkv_.get() + static_cast<int64_t>(row) * padded(shape_.qkv());
-    uint16_t* page = pages_[static_cast<size_t>(part)][static_cast<size_t>(position / kPage)];
-    const int slot = position % kPage;
+    uint16_t* page = pages_[static_cast<size_t>(place.part)][static_cast<size_t>(place.slot / kPage)];
+    const int slot = place.slot % kPage;
     for (int unit = begin; unit < end; ++unit) {
       const int kv_head = unit / (group + 1), query = unit % (group + 1);
       const bool is_query = query < group;
@@ -261,8 +292,9 @@ void Decoder::attend(int layer, int thread) {
     float* out[kMaxQueries];
     for (int i = 0; i < piece.count; ++i) {
       const int64_t row = first_row_[static_cast<size_t>(piece.part)] + (piece.first + i) / group;
+      const Row& place = rows_[static_cast<size_t>(row)];
       const int at = (piece.kv_head * group + (piece.first + i) % group) * head;
-      queries[i] = {qkv_.get() + row * padded(shape_.qkv()) + at, rows_[static_cast<size_t>(row)].position + 1};
+      queries[i] = {qkv_.get() + row * padded(shape_.qkv()) + at, place.position + 1, place.ordered, tree_slots_.data() + place.slots};
       out[i] = attended_.floats.get() + row * attended_.stride + at;
     }
     Partials& to = partials(piece, thread);
@@ -292,19 +324,24 @@ void Decoder::logits(int thread) {
   }
   quantize(weights_.head, normed_, count, thread);
   pool_.barrier();
-  linear(weights_.head, normed_, count, shape_.vocab, {logits_->get(), padded(shape_.vocab), Epilogue::kStore}, thread);
-  if (!weights_.head_rows) return;
-  pool_.barrier();
-  for (int i = begin; i < end; ++i) rescore(i, thread);
+  const Output out = collectives_ ? Output{shares_.get(), share_stride(), Epilogue::kStore}
+                                  : Output{logits_->get(), padded(shape_.vocab), Epilogue::kStore};
+  linear(weights_.head, normed_, count, shape_.vocab_share, out, thread);
+  if (weights_.head_rows) {
+    pool_.barrier();
+    for (int i = begin; i < end; ++i) rescore(i, out.y + static_cast<int64_t>(i) * out.stride, thread);
+  }
+  if (collectives_) collect_logits(thread);
 }
 
-// The best logits of a row become those of the BF16 head: its rows are packed for the kernel that computes them there.
-void Decoder::rescore(int row, int thread) {
+// The best logits of a row become those of the BF16 head: its rows are packed for the kernel that computes them there. Of several
+// ranks each puts its own aside, because only the first knows the best of all.
+void Decoder::rescore(int row, float* logits, int thread) {
   auto& [floats, block, best, keys, values, own, shared] = scratch_[static_cast<size_t>(thread)];
   const int hidden = shape_.hidden;
-  float* logits = logits_->get() + static_cast<int64_t>(row) * padded(shape_.vocab);
   const float* x = normed_.floats.get() + static_cast<int64_t>(row) * normed_.stride;
-  best_logits(*kernels_, logits, shape_.vocab, shape_.rescored, best);
+  const int count = std::clamp(shape_.vocab - shape_.rank * shape_.vocab_share, 0, shape_.vocab_share);  // without padding
+  best_logits(*kernels_, logits, count, shape_.rescored, best);
   // Their rows lie anywhere, so all are asked for before the first is needed.
   constexpr int kLine = 64 / sizeof(uint16_t);
   for (const int32_t id : best)
@@ -319,8 +356,12 @@ void Decoder::rescore(int row, int thread) {
     }
     float y[kBlock];
     kernels_->linear_bf16({block.get(), nullptr, nullptr, hidden}, x, normed_.stride, 1, 0, 1, {y, kBlock, Epilogue::kStore});
-    for (size_t c = first; c < last; ++c) logits[best[c]] = y[c - first];
+    for (size_t c = first; c < last; ++c)
+      if (collectives_) rescored(logits)[c] = {best[c], y[c - first]};
+      else logits[best[c]] = y[c - first];
   }
+  if (collectives_)
+    for (int c = static_cast<int>(best.size()); c < shape_.rescored; ++c) rescored(logits)[c].id = -1;
 }
 
 }  // namespace quasar

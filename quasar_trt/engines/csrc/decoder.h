@@ -4,12 +4,14 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <new>
 #include <string>
 #include <vector>
 
 #include "attention_plan.h"
+#include "collectives.h"
 #include "kernels.h"
 #include "kv_cache.h"
 #include "thread_pool.h"
@@ -42,6 +44,8 @@ struct DecoderShape {
   float norm_epsilon;
   int rescored;  // logits of each row, where the head has BF16 rows too
   int max_rows, max_seq_len;
+  int rank, ranks;  // heads and intermediate size are those of this rank
+  int vocab_share;  // rows of this rank's head; the last ones of all may be padding
 
   int qkv() const { return (heads + 2 * kv_heads) * head; }
 };
@@ -74,26 +78,40 @@ struct DecoderWeights {
 // One sequence's rows in a pass: `rows` tokens appended to its cache, the last `logit_rows` of which want logits.
 struct Part {
   int sequence, rows, logit_rows;
+  // Of the last rows, where they are a tree: each one's parent among them, before it, or -1 for the row before all of them.
+  std::vector<int> parents;
 };
 
 class Decoder {
  public:
-  // `pool` outlives the decoder; others may use it between two steps.
-  Decoder(const DecoderShape& shape, DecoderWeights weights, ThreadPool& pool, const Kernels* kernels);
+  // `pool` outlives the decoder; others may use it between two steps. collectives: null for a single rank.
+  Decoder(const DecoderShape& shape, DecoderWeights weights, ThreadPool& pool, const Kernels* kernels,
+          std::unique_ptr<Collectives> collectives);
 
   KvCache& cache() { return cache_; }
   // Logits [sum of logit_rows, padded(vocab)] float32, overwritten by the next step. Throws std::invalid_argument, before anything
-  // changes, for an unknown token, more than max_rows rows or more than max_seq_len cached tokens.
+  // changes, for an unknown token, more than max_rows rows or more than max_seq_len cached tokens. Ranks but the first have no
+  // logits; what a collective throws comes out of step once the pass has ended without it.
   std::shared_ptr<const float> step(const std::vector<Part>& parts, const int32_t* tokens);
 
+  // Collectives begun and ended so far; odd while this rank is in one. Any thread may ask.
+  int64_t progress() const { return progress_.load(std::memory_order_relaxed); }
+  double collective_seconds() const { return collective_seconds_; }
+
  private:
-  struct Row { int part, position; };
+  // Key and value go to `slot`; what the row sees is as AttentionQuery says, its slots being those from `slots` on in tree_slots_.
+  struct Row { int part, position, slot, ordered, slots; };
   // Activations: floats, and room for the codes that some linear reads instead, with a scale per row.
   struct Activations {
     Buffer<float> floats;
     Buffer<int8_t> codes8;
     Buffer<int16_t> codes16;
     int stride = 0;
+  };
+  // One of a rank's best logits, behind its share of a row; id -1 where there are fewer.
+  struct Rescored {
+    int32_t id;  // in this rank's head
+    float logit;
   };
   // Results of the chunks of one attention task.
   struct Partials {
@@ -102,6 +120,7 @@ class Decoder {
   };
 
   void check(const std::vector<Part>& parts, const int32_t* tokens, int& rows) const;
+  Row row_of(int part, int length, int i);
   void forward(int thread);
   void layer(int index, int thread);
   void embed(int thread);
@@ -112,8 +131,17 @@ class Decoder {
   Partials& partials(const AttentionPiece& piece, int thread);
   void quantize(const Linear& reader, Activations& x, int rows, int thread);
   void linear(const Linear& linear, const Activations& x, int rows, int n, Output out, int thread);
+  void add_to_residual(const Linear& linear, Activations& x, int thread);
   void logits(int thread);
-  void rescore(int row, int thread);
+  void rescore(int row, float* logits, int thread);
+  // Of several ranks, in decoder_ranks.cpp.
+  void prepare_ranks();
+  template <class Collective>
+  void together(int thread, Collective collective);
+  void add_all_to_residual(const Linear& linear, Activations& x, int thread);
+  void collect_logits(int thread);
+  int share_stride() const;
+  Rescored* rescored(float* share) const { return reinterpret_cast<Rescored*>(share + padded(shape_.vocab_share)); }
 
   const DecoderShape shape_;
   const DecoderWeights weights_;
@@ -121,17 +149,29 @@ class Decoder {
   ThreadPool& pool_;
   KvCache cache_;
 
+  const std::unique_ptr<Collectives> collectives_;
+  std::exception_ptr collective_error_;
+  std::atomic<int64_t> progress_{0};
+  double collective_seconds_ = 0;
+
   // The current pass.
   std::vector<Part> parts_;
   std::vector<int> first_row_;                // of each part
   std::vector<std::vector<uint16_t*>> pages_;  // of each part's sequence
   std::vector<Row> rows_;
+  std::vector<int> tree_slots_;                // of the rows of trees: those of their ancestors, then their own
   std::vector<int> logit_rows_;
   const int32_t* tokens_ = nullptr;
 
   Buffer<float> hidden_, qkv_;
   std::shared_ptr<Buffer<float>> logits_ = std::make_shared<Buffer<float>>();  // shared with views that callers may keep
   Activations normed_, attended_, gated_;
+  // Of several ranks: sums over this rank's columns, by what the linear reads (of floats those of every rank); absolute maxima of
+  // rows as bits; logits, of every rank on the first.
+  Buffer<float> float_sums_;
+  Buffer<int32_t> sums8_, largest_;
+  Buffer<double> sums16_;
+  Buffer<float> shares_;
   std::vector<RowScale> scales_;
   std::vector<AttentionPart> attention_parts_;
   std::vector<std::vector<AttentionPiece>> attention_pieces_;  // of each thread
