@@ -77,14 +77,16 @@ function show(answer) {
 }
 
 function draw(answer) {
+  if (!answer.paragraph.isConnected) return; // its conversation was left
   answer.draw();
   element("figures").textContent = answer.figures();
   conversation.scrollTop = conversation.scrollHeight;
 }
 
 async function send(text) {
+  const own = messages; // a new conversation may begin meanwhile
   addParagraph("user", text);
-  messages.push({ role: "user", content: text });
+  own.push({ role: "user", content: text });
   const answer = new Answer(addParagraph("assistant"));
   stopping = new AbortController();
   setBusy(true);
@@ -94,8 +96,8 @@ async function send(text) {
     if (error.name !== "AbortError") addParagraph("failure", error.message);
   }
   draw(answer);
-  if (answer.text) messages.push({ role: "assistant", content: answer.text });
-  else messages.pop();
+  if (answer.text) own.push({ role: "assistant", content: answer.text });
+  else own.pop();
   setBusy(false);
 }
 
