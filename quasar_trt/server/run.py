@@ -116,6 +116,7 @@ async def _serve(runner, tokenizer, options, bound, sampling, started) -> None:
         access_log=False,
         server_header=False,
         timeout_keep_alive=_IDLE_SECONDS,
+        timeout_graceful_shutdown=int(_ABORT_SECONDS),  # all requests are over then; a client may not read their answers
         limit_concurrency=_MAX_CONNECTIONS,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what clients send wrong is theirs to know
