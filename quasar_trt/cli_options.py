@@ -51,6 +51,15 @@ class Numbers(click.ParamType):
             raise QuasarError(f"{param.opts[0]} is '{value}'; allowed: numbers with commas between them") from None
 
 
+class Names(click.ParamType):
+    """Names with commas between them; what takes them checks them."""
+
+    name = "name,name,..."
+
+    def convert(self, value, param, ctx):
+        return value if isinstance(value, tuple) else tuple(value.split(","))
+
+
 class Bytes(click.ParamType):
     """A number of bytes, with K, M or G behind it for powers of 1024; what takes it checks its range."""
 
@@ -180,13 +189,15 @@ def drafter_options(*besides: str):
     """--drafter and --drafter-option, for a command that drafts; `besides` are allowed with the registry's names."""
 
     def names() -> list[str]:
-        from quasar_trt.drafters import DRAFTERS
+        from quasar_trt.drafters.registry import drafter_names
 
-        return [*DRAFTERS, *besides]
+        return [*drafter_names(), *besides]
 
     def check(ctx, param, value):
-        if value not in names():
-            raise unknown("drafter", value, names())
+        from quasar_trt.drafters.registry import check_drafter_name
+
+        if value not in besides:
+            check_drafter_name(value, besides)
         return value
 
     def decorate(command):

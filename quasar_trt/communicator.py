@@ -21,7 +21,7 @@ from quasar_trt.errors import QuasarError
 PATIENCE = 60  # seconds that a rank waits for the others within a pass or while they open an engine
 _TICK = 1.0  # seconds; a process that is stopped does not count them
 _ROLL_CALL = 3.0  # seconds to answer, once patience is over; the ranks begin to wait within about a tick of each other
-_FIRST_BYTES = 2048  # of an announcement, length included; small enough to be sent without waiting for a receiver
+_FIRST_BYTES = 4000  # of an announcement, length included; small enough to be sent without waiting for a receiver
 _SPIN = 0.0005  # seconds that a listener spins; then it sleeps for a share of what it has waited
 _SLEEP_SHARE, _LONGEST_SLEEP = 0.05, 0.01
 

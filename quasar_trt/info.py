@@ -29,11 +29,6 @@ _LOWERINGS = {
     "plugin": "activations quantized by plugins",
     "qdq": "explicit Q/DQ of activations",
     "weight_only": "BF16 activations",
-}
-
-_LOWERINGS = {
-    "weight_only": "BF16 activations",
-    "plugin": "activations quantized by plugins",
     "stock": "its own modules",
     "quasar": "our model class",
 }

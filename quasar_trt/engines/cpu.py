@@ -39,22 +39,26 @@ class CpuEngine(Engine):
         *,
         max_seq_len: int,
         threads: int | None = None,
+        beside: CpuEngine | None = None,
         isa: str = "",
         max_rows: int = MAX_ROWS,
         ranks: Communicator | None = None,
     ):
         """Maps `path`, a `rank{r}.engine`.
 
-        threads: native threads, default all cores of the process, shared with ranks that may run on them too. isa: one of
-        `native.isa_names()`, "" for the best here. ranks: those of a tensor parallel engine, each of which opens its own file.
-        They take every step together; rank 0 alone has logits.
+        threads: native threads, default all cores of the process, shared with ranks that may run on them too. beside: an engine
+        whose threads it shares instead of starting its own; the two are never used at once. isa: one of `native.isa_names()`,
+        "" for the best here. ranks: those of a tensor parallel engine, each of which opens its own file. They take every step
+        together; rank 0 alone has logits.
         Raises QuasarError for a file of another layout or another rank, or a machine without the native extension.
         """
         if native.UNAVAILABLE:
             raise QuasarError(f"engine 'cpu' cannot run: {native.UNAVAILABLE}")
         if isa and isa not in native.isa_names():
             raise unknown("instruction set", isa, native.isa_names())
-        if threads is None:
+        if beside:
+            threads = beside.threads
+        elif threads is None:
             threads = max(1, usable_cpus() // (ranks.num_sharing if ranks else 1))
         if threads < 1:
             raise QuasarError(f"threads is {threads}; allowed: 1 or more")
@@ -90,7 +94,8 @@ class CpuEngine(Engine):
             "vocab_share": self.config.logits_size,
         }
         try:
-            self._decoder = native.decoder(shape, tensors, threads, self.isa, ranks and ranks.collectives)
+            self._pool = beside._pool if beside else native.thread_pool(threads)
+            self._decoder = native.decoder(shape, tensors, self._pool, self.isa, ranks and ranks.collectives)
         except RuntimeError as error:  # the system's limit of threads or memory
             raise QuasarError(f"cannot start {threads} threads ({error}); ask for fewer with threads") from None
         if ranks:

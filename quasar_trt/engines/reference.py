@@ -101,9 +101,8 @@ class KVCache:
 
 
 Batch = Sequence[tuple[Sequence[int], KVCache]]  # new ids of a sequence, and what it has cached
-Parents = Sequence[
-    Sequence[int]
-]  # of each sequence of a batch: the parents of its last ids where they are a tree, else empty
+# Of each sequence of a batch: the parents of its last new ids where they are a tree (see `Draft.parents`), else empty.
+Parents = Sequence[Sequence[int]]
 
 
 class ReferenceModel:
@@ -154,11 +153,8 @@ class ReferenceModel:
         Extends each cache by its ids. Returns the states after the final norm, [rows, hidden_size].
         """
         x, rotations = self.embed(batch), self.rotations(batch, parents)
-        masks = (
-            None
-            if parents is None
-            else [_visible(len(ids), each) for (ids, _), each in zip(batch, parents, strict=True)]
-        )
+        trees = parents or [()] * len(batch)
+        masks = [_visible(len(ids), each) for (ids, _), each in zip(batch, trees, strict=True)]
         for i in range(self.config.num_hidden_layers):
             x = self.layer(i, x, batch, rotations, masks)
         return self._norm("transformer.ln_f", x)
