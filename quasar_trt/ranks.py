@@ -22,7 +22,6 @@ from quasar_trt.errors import QuasarError
 from quasar_trt.machine import available_memory
 from quasar_trt.manifest import Manifest
 
-
 # Seconds after which a thread that computes in Python gives way to one that wants to go on: a pass waits so before and after each
 # of its collectives.
 _SWITCH_INTERVAL = 1e-4
