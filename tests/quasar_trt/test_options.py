@@ -159,7 +159,10 @@ def test_every_default_works():
         (lambda: make_drafter("suffix", {"history_tokens": 1e4}), "history_tokens is 10000.0; allowed"),
         (lambda: make_drafter("engine", {}), "drafter is 'engine'; allowed: engine:DIR"),
         (lambda: make_drafter("engine:", {}), "drafter is 'engine:'; allowed: engine:DIR"),
-        (lambda: make_drafter("ngram:dir", {}), "unknown drafter 'ngram:dir'; one of: engine:DIR, ngram, recycle, suffix"),
+        (
+            lambda: make_drafter("ngram:dir", {}),
+            "unknown drafter 'ngram:dir'; one of: engine:DIR, ngram, recycle, suffix",
+        ),
         (lambda: make_drafter("engine:nowhere", {}), "engine directory nowhere does not exist"),
         (lambda: EngineDrafter("x", drafter="sufix"), "unknown drafter of an engine drafter 'sufix'.*mean 'suffix'"),
         (lambda: EngineDrafter("x", draft_tokenizer="yes"), "draft_tokenizer is 'yes'; allowed: true or false"),
