@@ -66,7 +66,8 @@ class Communicator:
         self._watched: list[Callable[[], int]] = [lambda: self._progress]
         self._launcher = os.getppid()
         threading.Thread(target=self._watch, name="quasar-trt ranks", daemon=True).start()
-        places = self.exchange((mpi.Get_processor_name(), _affinity()))
+        # Without a limit: rank 0 may have other things to do first.
+        places = self.comm.allgather((mpi.Get_processor_name(), _affinity()))
         host, cpus = places[self.rank]
         self.hosts = [name for name, _ in places]
         self.num_sharing = sum(name == host and bool(cpus & others) for name, others in places)

@@ -83,8 +83,9 @@ class Runner:
     ) -> Runner:
         """A runner for an engine directory, with its limits, tokenizer, end-of-sequence ids and default sampling parameters.
 
-        drafter: a name with `drafter_options`, or a drafter. The tokenizer is loaded when it is first needed. The costs of the engine's passes are measured the first time that
-        this engine is opened on this machine, mostly within half a second. Raises QuasarError for a directory that is no
+        drafter: a name with `drafter_options`, or a drafter. The tokenizer is loaded when it is first needed. The costs of the
+        engine's passes are measured the first time that this engine is opened on this machine, mostly within half a second.
+        Of several ranks rank 0 alone returns (docs/ranks.md). Raises QuasarError for a directory that is no
         engine or is damaged, for an unknown drafter, option or engine, and for kv_cache_memory_bytes that hold no sequence.
         """
         from quasar_trt.engines import open_engine
