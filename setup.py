@@ -74,7 +74,7 @@ EXTRAS = {
     "tensorrt": ["tensorrt>=10.15"],
     "tensorrt-rtx": ["tensorrt-rtx==1.7.1.116"],
     "tensorrt-llm": ["tensorrt-llm==1.2.1"],
-    "serve": ["fastapi>=0.110", "uvicorn>=0.29", "prometheus-client>=0.20"],
+    "serve": ["fastapi>=0.115", "uvicorn>=0.30", "prometheus-client>=0.20", "pydantic>=2.8", "pyyaml>=6"],
     "plot": ["matplotlib>=3.8"],
     "eval": ["lm-eval>=0.4.5"],
 }
@@ -83,11 +83,15 @@ EXTRAS["test"] = [
     *EXTRAS["mpi"],
     *EXTRAS["plot"],
     *EXTRAS["sentencepiece"],
+    *EXTRAS["serve"],
     *EXTRAS["tensorrt-rtx"],  # about 95 MB: networks are compiled without a GPU
     *EXTRAS["triton"],  # about 200 MB: kernels are interpreted and compiled without a GPU
     "tensorrt-cu13-bindings>=10.15",  # of which only the Python layer for plugins is used; its library needs a GPU
     "sentencepiece>=0.2",
     "hypothesis>=6.100",
+    "openai>=1.60",
+    "playwright>=1.50",  # drives a Chromium that is there; it downloads none
+    "schemathesis>=4",
     "pytest>=8",
     "ruff>=0.9",
 ]
@@ -105,6 +109,7 @@ setup(
         "quasar_trt.engines",
         "quasar_trt.drafters",
         "quasar_trt.bench",
+        "quasar_trt.server",
         "quasar_trt.builders",
         "quasar_trt.builders.network",
         "quasar_trt.plugins",
@@ -114,7 +119,7 @@ setup(
         "quasar_trt.builders": "builders",
         "quasar_trt.plugins": "plugins",
     },
-    package_data={"quasar_trt.builders": ["data/*.txt"]},
+    package_data={"quasar_trt.builders": ["data/*.txt"], "quasar_trt.server": ["page/*"]},
     install_requires=[
         "numpy>=1.24",
         "torch>=2.4",

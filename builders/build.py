@@ -15,21 +15,23 @@ from quasar_trt.builders.engine_dir import appearing_whole, check_output
 from quasar_trt.builders.estimate import Estimate, estimate
 from quasar_trt.builders.progress import Stages
 from quasar_trt.builders.source import Source, open_source
-from quasar_trt.builders.tensorrt_target import check_target, compile_plans
+from quasar_trt.builders.targets import Compiler, check_memory, check_target
+from quasar_trt.builders.tensorrt_llm_target import LlmHost, check_llm_model, compile_llm, finishing_lines
+from quasar_trt.builders.tensorrt_target import compile_plans
 from quasar_trt.builders.tokenizer_files import write_json
 from quasar_trt.builders.write_checkpoint import write_checkpoint
 from quasar_trt.checkpoint import checkpoint_spec
 from quasar_trt.engines.cpu_layout import packed_spec
 from quasar_trt.engines.reference import load_tensors
-from quasar_trt.errors import QuasarError, unknown
+from quasar_trt.errors import QuasarError
 from quasar_trt.fidelity_report import read_fidelity, show
 from quasar_trt.manifest import Limits, Manifest
 from quasar_trt.model_config import ModelConfig, whole_number
-from quasar_trt.plan import PLAN_TARGETS
 from quasar_trt.recipe import Recipe
 from quasar_trt.rope import longest_sequence, rope_type
 from quasar_trt.tensor_parallel import rank_config
 from quasar_trt.tensorfile import FileRecord, total_bytes
+from quasar_trt.tensorrt_llm_stack import LLM_TARGET
 from quasar_trt.tokenizer import load_tokenizer
 
 
@@ -55,8 +57,9 @@ def build(
 ) -> Manifest | Estimate:
     """Builds `model` (Hugging Face directory, GGUF file or hub id) into the engine directory `output_dir`.
 
-    target: what the engine runs on, "cpu" or one of `PLAN_TARGETS`; sm: compute capabilities times ten of the GPUs that a plan is
-        compiled for; "tensorrt" compiles for the machine's own.
+    target: what the engine runs on, "cpu", one of `PLAN_TARGETS` or `LLM_TARGET`; sm: compute capabilities times ten of the GPUs
+        that a plan is compiled for; "tensorrt" and `LLM_TARGET` compile for the machine's own. Where TensorRT-LLM cannot build,
+        the directory has no engines, and the command that makes them elsewhere is printed.
     calib_dataset: .txt or .jsonl file; without it the model writes its own calibration text from `seed`, or, where it is too
         large for that, reads one that the package carries.
     calib_size, calib_max_seq_length: samples, and tokens of each; 16 and 256 when None.
@@ -71,7 +74,7 @@ def build(
     for. On any failure or interrupt nothing is left behind.
     """
     output_dir = Path(output_dir)
-    sm = _check_target(target, recipe, tp_size, sm)
+    compiler = check_target(target, recipe, tp_size, sm)
     recipe.refuse_unused(calib_dataset=calib_dataset, calib_size=calib_size, calib_max_seq_length=calib_max_seq_length)
     calib_size = whole_number("calib_size", CALIB_SIZE if calib_size is None else calib_size)
     calib_max_seq_length = whole_number(
@@ -84,24 +87,32 @@ def build(
     texts = [] if calib_dataset is None else read_dataset(Path(calib_dataset))
     source = open_source(
         str(model),
-        check=lambda config: _check(config, recipe, tp_size, max_seq_len),
+        check=lambda config: _check(config, recipe, tp_size, max_seq_len, target, compiler),
         trust_remote_code=trust_remote_code,
     )
     longest = _longest(source.config, max_seq_len)
     limits = Limits(max_batch_size, max_seq_len or longest, max_draft_len)
     calibration = Calibration(calib_dataset, texts, calib_size, min(calib_max_seq_length, longest), seed)
-    needs = estimate(source.config, recipe, tp_size, calib_size * calibration.length, len(sm))
+    needs = estimate(
+        source.config, recipe, tp_size, calib_size * calibration.length, limits, _num_plans(target, compiler)
+    )
     with Stages(progress and not dry_run) as stages:
         if progress or dry_run:
             stages.say(str(needs))
         if dry_run:
             return needs
+        check_memory(target, needs.memory, needs.gpu_memory)
         with appearing_whole(output_dir, force) as directory:
-            manifest = _build(source, recipe, calibration, tp_size, limits, longest, directory, stages, target, sm)
+            manifest = _build(
+                source, recipe, calibration, tp_size, limits, longest, directory, stages, target, compiler
+            )
     if progress:
         show(read_fidelity(output_dir / "fidelity.json"), stages.console, manifest.calibration)
     for notice in source.notices:
         stages.say(f"note: {notice}")
+    if isinstance(compiler, QuasarError):
+        for line in finishing_lines(source.config, recipe, limits, output_dir, compiler):
+            stages.say(line)
     return manifest
 
 
@@ -115,7 +126,7 @@ def _build(
     directory: Path,
     stages: Stages,
     target: str,
-    sm: Sequence[int],
+    compiler: Compiler,
 ) -> Manifest:
     """Fills `directory`, all but its fidelity.json where that is measured on request."""
     source.write_tokenizer(directory)
@@ -127,12 +138,17 @@ def _build(
     files, quantizer = write_checkpoint(
         converter, recipe, texts.calibration, directory / "checkpoint", advance, tp_size
     )
-    plan = None
+    if quantizer is not None:
+        recipe = quantizer.recipe
+    plan, compiled = None, {}
     if target == "cpu":
         compiled = _compile(source.config, recipe, tp_size, directory, stages)
-    else:
-        advance = stages.stage("Compiling", len(sm))
-        plan, compiled = compile_plans(target, source.config, recipe, limits, sm, directory, advance)
+    elif isinstance(compiler, LlmHost):
+        plan, compiled = compile_llm(source.config, recipe, tp_size, limits, compiler, directory, stages)
+    elif isinstance(compiler, tuple):
+        advance = stages.stage("Compiling", tp_size * len(compiler))
+        of_rank = rank_config(source.config, tp_size)
+        plan, compiled = compile_plans(target, of_rank, recipe, limits, compiler, directory, advance)
     files |= compiled
     producer = {"quasar-trt": __version__} | {name: version(name) for name in ("torch", "transformers", "numpy")}
     described = {"path": source.path, "kind": source.kind, "notices": source.notices}
@@ -151,17 +167,11 @@ def _build(
     return manifest
 
 
-def _check_target(target: str, recipe: Recipe, tp_size: int, sm: Sequence[int]) -> tuple[int, ...]:
-    """The GPUs to compile for. Refuses a target that is unknown or not installed, and what it cannot compile."""
-    if target in PLAN_TARGETS:
-        return check_target(target, recipe, tp_size, sm)
-    if target != "cpu":
-        raise unknown("target", target, ["cpu", *PLAN_TARGETS])
-    if sm:
-        raise QuasarError(
-            f"sm is {', '.join(map(str, sm))}; target 'cpu' has no use for it: leave it out, or choose a target"
-        )
-    return ()
+def _num_plans(target: str, compiler: Compiler) -> int | None:
+    """Copies of the weights in plans, None for the CPU."""
+    if target == "cpu":
+        return None
+    return len(compiler) if isinstance(compiler, tuple) else int(isinstance(compiler, LlmHost))
 
 
 def _tokenizer(source: Source, directory: Path):
@@ -175,10 +185,14 @@ def _tokenizer(source: Source, directory: Path):
         raise QuasarError(f"{why}; get an intact copy of the model") from None
 
 
-def _check(config: ModelConfig, recipe: Recipe, tp_size: int, max_seq_len: int | None) -> None:
+def _check(
+    config: ModelConfig, recipe: Recipe, tp_size: int, max_seq_len: int | None, target: str, compiler: Compiler
+) -> None:
     """Refuses what cannot be built from this configuration, before any weight is fetched or read."""
     checkpoint_spec(rank_config(config, tp_size), recipe)
     _longest(config, max_seq_len)
+    if target == LLM_TARGET:
+        check_llm_model(config, recipe, compiler)
 
 
 def _longest(config: ModelConfig, max_seq_len: int | None) -> int:

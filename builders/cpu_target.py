@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from quasar_trt.architectures import hadamard_blocks
-from quasar_trt.builders.quantize import quantize_vocabulary
-from quasar_trt.checkpoint import EMBEDDING, HEAD
+from quasar_trt.builders.quantize import with_int8_head
+from quasar_trt.checkpoint import EMBEDDING
 from quasar_trt.engines.cpu_layout import HEAD_ROWS, LAYOUT_VERSION, packed_spec
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins.packing import interleave, pack_vector, pack_weight
@@ -54,9 +54,7 @@ def compile_cpu(
 
     For one of several ranks: `config` is its `rank_config`, `tensors` its checkpoint.
     """
-    if recipe.lm_head == "rescored":  # the checkpoint has its BF16 rows; what they are in INT8 follows from them
-        codes, scale = quantize_vocabulary(tensors[HEAD])
-        tensors = {**tensors, HEAD: codes, "lm_head.per_channel_scale": scale, HEAD_ROWS: tensors[HEAD]}
+    tensors = with_int8_head(tensors, recipe)
     spec = packed_spec(config, recipe)
     metadata = {
         "layout_version": LAYOUT_VERSION,

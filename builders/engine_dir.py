@@ -24,7 +24,11 @@ def check_output(output_dir: Path, force: bool) -> None:
         raise QuasarError(f"output {output_dir} exists and is not a directory; choose another")
     if not force:
         raise QuasarError(f"output directory {output_dir} exists; choose another, or replace it with --force")
-    if any(output_dir.iterdir()) and not any(output_dir.glob("rank0*.engine")):
+    if (
+        any(output_dir.iterdir())
+        and not any(output_dir.glob("rank0*.engine"))
+        and not any(output_dir.glob("*/rank0.*"))
+    ):
         raise QuasarError(
             f"{output_dir} is not an engine directory; --force replaces engine directories only: choose another"
         )

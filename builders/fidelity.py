@@ -57,7 +57,7 @@ def measure(
         raise ValueError("fidelity needs at least one window, each of at least 2 tokens")
     checkpoint = Checkpoint.open(engine_dir / "checkpoint")
     # A plan runs on its own GPU only; the reference engine computes what its checkpoint says.
-    is_plan = Manifest.open(engine_dir).plan is not None
+    is_plan = Manifest.open(engine_dir).target != "cpu"
     engine = ReferenceEngine.from_dir(engine_dir) if is_plan else open_engine(engine_dir, threads=threads)
     longest = max(map(len, windows))
     if longest > engine.max_seq_len:

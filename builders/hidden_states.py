@@ -35,6 +35,15 @@ class HiddenStates:
         self._rotations = self._model.rotations(batch)
         self._model.tensors = {}
 
+    @property
+    def recipe(self) -> Recipe:
+        """May be replaced while layers are on their way."""
+        return self._model.recipe
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe) -> None:
+        self._model.recipe = recipe
+
     def advance(self, i: int, tensors: Mapping[str, Tensor]) -> None:
         """Takes the rows through layer i, whose tensors are given by checkpoint name."""
         self._model.tensors = tensors

@@ -3,6 +3,7 @@ every group of linears is smoothed and rounded for the input that it will really
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from quasar_trt.builders.input_sizes import InputSizes
 from quasar_trt.builders.quantize import quantize_rows
 from quasar_trt.builders.search import Choice, Trial, search
 from quasar_trt.builders.smooth import Group, count_extremes, fold, layer_groups, smoother
+from quasar_trt.builders.static_scale import LARGEST_STATIC_ERROR, static_scale
 from quasar_trt.checkpoint import below_layer
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig
@@ -29,7 +31,8 @@ class LayerQuantizer:
     """Takes unquantized layers in their order, gives back the checkpoint's tensors of each.
 
     embedding: as the engine will hold it. texts: calibration texts as ids. tp_size: ranks that will share the layers.
-    choices: what was chosen for each group so far, by its name. inputs: what the linears' inputs were.
+    choices: what was chosen for each group so far, by its name. inputs: what the linears' inputs were. recipe: as given, with
+    the linears so far that a static scale would cost too much.
     """
 
     def __init__(
@@ -42,7 +45,8 @@ class LayerQuantizer:
     ):
         self.choices: dict[str, Choice] = {}
         self.inputs = InputSizes()
-        self._config, self._recipe = config, recipe
+        self.recipe = recipe
+        self._config = config
         self._blocks = hadamard_blocks(rank_config(config, tp_size), recipe)
         self._states = HiddenStates(config, recipe, embedding, texts, self._observe, self._blocks)
         self._groups: dict[str, Group] = {}
@@ -73,7 +77,7 @@ class LayerQuantizer:
 
     def _observe(self, name: str, x: Tensor) -> None:
         self.inputs(name, x)
-        if name in self._groups and self._recipe.quantizes(name):  # the first of its group to run
+        if name in self._groups and self.recipe.quantizes(name):  # the first of its group to run
             self._quantize(self._groups[name], x)
 
     def _quantize(self, group: Group, x: Tensor) -> None:
@@ -83,8 +87,8 @@ class LayerQuantizer:
         """
         weights = {name: self._layer[f"{name}.weight"].float() for name in group.linears}
         block = self._blocks.get(below_layer(group.name), 0)
-        choice = self._choose(group, x, torch.cat(list(weights.values())), block)
-        self.choices[group.name] = choice
+        trial = Trial(x, torch.cat(list(weights.values())), block, self.recipe.activations)
+        choice = self._choose(group, x, trial)
         divisor = choice.smoother
         for name, count in count_extremes(weights.values(), divisor).items():
             self._extremes[name] += count
@@ -93,20 +97,32 @@ class LayerQuantizer:
         else:
             stored, divisor = fold(self._layer[f"{group.norm}.weight"], divisor)
             self._finished |= {f"{group.norm}.weight": stored, f"{group.norm}.scale_to_int": torch.ones(1)}
-        rounded = self._rounding(x, divisor, block)
+        y = ops.smooth(x, 1.0 / divisor, block)
+        fixed = {}
+        if self.recipe.static_activations:
+            fixed = {"act_scale": static_scale(y)}
+            choice = dataclasses.replace(choice, static_error=trial.static_error(divisor, fixed["act_scale"]))
+            if not choice.static_error <= LARGEST_STATIC_ERROR:
+                self._keep_weight_only(group)
+        self.choices[group.name] = choice
+        rounded = self._rounding(group.name, y, **fixed)
         for name, weight in weights.items():
             scaled = weight * divisor
             codes, scale = rounded(ops.hadamard(scaled, block) if block else scaled)
-            stored = {f"{name}.weight": codes, f"{name}.per_channel_scale": scale}
+            stored = {"weight": codes, "per_channel_scale": scale} | fixed
+            stored = {f"{name}.{kind}": tensor for kind, tensor in stored.items()}
             self._finished |= stored
             self._layer |= stored | {f"{name}.smoother": divisor}
 
-    def _choose(self, group: Group, x: Tensor, weight: Tensor, block: int) -> Choice:
-        trial = Trial(x, weight, block, self._recipe.activations)
-        if self._recipe.smoothquant is not None:
-            s = smoother(x.abs().amax(dim=0), trial.weight_maxima, self._recipe.smoothquant)
-            choice = Choice(self._recipe.smoothquant, "max", trial.error(s), s)
-        elif self._recipe.rotate and group.norm is not None:
+    def _keep_weight_only(self, group: Group) -> None:
+        names = (*self.recipe.weight_only, *group.linears)
+        self.recipe = self._states.recipe = dataclasses.replace(self.recipe, weight_only=names)
+
+    def _choose(self, group: Group, x: Tensor, trial: Trial) -> Choice:
+        if self.recipe.smoothquant is not None:
+            s = smoother(x.abs().amax(dim=0), trial.weight_maxima, self.recipe.smoothquant)
+            choice = Choice(self.recipe.smoothquant, "max", trial.error(s), s)
+        elif self.recipe.rotate and group.norm is not None:
             s = torch.ones(x.shape[1])  # a rotated stream has no channel that stands out
             choice = Choice(None, None, trial.error(s), s)
         else:
@@ -117,9 +133,14 @@ class LayerQuantizer:
             )
         return choice
 
-    def _rounding(self, x: Tensor, divisor: Tensor, block: int) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """What makes codes and scales of the weights of a group, which all read the same codes of x."""
-        if self._recipe.rounding == "nearest":
+    def _rounding(
+        self, name: str, y: Tensor, act_scale: Tensor | None = None
+    ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """What makes codes and scales of the weights of a group, which all read the same codes of y."""
+        if self.recipe.rounding == "nearest":
             return quantize_rows
-        q, scale = ops.smooth_quantize(x, 1.0 / divisor, block, self._recipe.activations)
+        if self.recipe.is_static(name):
+            q, scale = ops.quantize_static(y, act_scale)
+        else:
+            q, scale = ops.QUANTIZE[self.recipe.activation_bits(name)](y)
         return partial(quantize_gptq, factor=input_factor(q * scale[:, None]))

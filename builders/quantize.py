@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
+
+from quasar_trt.checkpoint import HEAD
+from quasar_trt.engines.cpu_layout import HEAD_ROWS
+from quasar_trt.recipe import Recipe
 
 _ROWS = 8192  # of a vocabulary, quantized at a time
 _SMALLEST = 127 * torch.finfo(torch.float32).tiny  # below it the scale itself would not be a normal number
@@ -23,6 +29,15 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = row_scales(weight)
     codes = (weight / scale[:, None]).round().clamp(-127, 127)
     return codes.to(torch.int8), scale[None]
+
+
+def with_int8_head(tensors: Mapping, recipe: Recipe) -> Mapping:
+    """tensors of a checkpoint, torch; those of a rescored head with its codes and scales, which follow from its BF16 rows, in their
+    place and the rows under `HEAD_ROWS`."""
+    if recipe.lm_head != "rescored":
+        return tensors
+    codes, scale = quantize_vocabulary(tensors[HEAD])
+    return {**tensors, HEAD: codes, "lm_head.per_channel_scale": scale, HEAD_ROWS: tensors[HEAD]}
 
 
 def quantize_vocabulary(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,16 +22,18 @@ _OUTPUTS = 1024  # and on this many output channels, evenly spread over the grou
 class Choice:
     """The smoother [columns] of a group, how it was made, and the relative error that quantizing with it leaves.
 
-    alpha, statistic: of `smoother`; None where nothing is smoothed.
+    alpha, statistic: of `smoother`; None where nothing is smoothed. static_error: `Trial.static_error`, of a static recipe.
     """
 
     alpha: float | None
     statistic: str | None
     error: float
     smoother: Tensor
+    static_error: float | None = None
 
     def report(self) -> dict:
-        return {"alpha": self.alpha, "statistic": self.statistic, "error": self.error}
+        report = {"alpha": self.alpha, "statistic": self.statistic, "error": self.error}
+        return report if self.static_error is None else report | {"static_error": self.static_error}
 
 
 def input_statistics(x: Tensor, sampled: Tensor) -> dict[str, Tensor]:
@@ -77,13 +79,27 @@ class Trial:
         torch.addmm(self._output, q, w.T, beta=-1, out=self._difference)
         return float(torch.linalg.vector_norm(self._difference, dtype=torch.float64)) / self._size
 
+    def static_error(self, s: Tensor, scale: Tensor) -> float:
+        """The mean over rows of |(Q(x / s) - x / s) (weight * s)^T| / |x weight^T|, Q with one `scale` for all of x.
+
+        By row, because one far above the others, which a fixed scale serves well, would hide what it does to those. A row of
+        zeros has the error 0.
+        """
+        y = self._transformed(self.x / s)
+        lost = (y / scale).round_().clamp_(-128, 127).mul_(scale).sub_(y)
+        torch.mm(lost, self._transformed(self._weight * s).T, out=self._difference)
+        sizes = self._output.norm(dim=1)
+        return float((self._difference.norm(dim=1) / sizes)[sizes > 0].sum() / len(sizes))
+
     def _rounded(self, y: Tensor, limit: int) -> Tensor:
         """y [rows, columns] after the Hadamard transform, at the values that codes with a scale per row can hold."""
-        if self._block:
-            y = hadamard(y, self._block)
+        y = self._transformed(y)
         largest = torch.maximum(y.amax(dim=1, keepdim=True), -y.amin(dim=1, keepdim=True))
         scale = (largest / limit).clamp_min_(torch.finfo(torch.float32).tiny)
         return y.div_(scale).round_().mul_(scale)
+
+    def _transformed(self, y: Tensor) -> Tensor:
+        return hadamard(y, self._block) if self._block else y
 
 
 def _spread(rows: Tensor, most: int) -> Tensor:

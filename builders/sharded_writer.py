@@ -71,7 +71,7 @@ def shard(name: str, tensor: Tensor, config: ModelConfig, tp_size: int, rank: in
         return _padded_part(tensor, dim, size, rank, filler=0 if kind == "weight" else 1)
     linears = {linear.name: linear for linear in architecture_of(config).linears}
     linear = linears.get(below_layer(stem))
-    if linear is None:  # embedding and norms
+    if linear is None or kind == "act_scale":  # embedding and norms, and a scale of the whole input
         return tensor
     if linear.norm is None:
         return tensor.chunk(tp_size, dim=1)[rank] if kind in ("weight", "smoother") else tensor

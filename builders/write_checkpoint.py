@@ -42,7 +42,6 @@ def write_checkpoint(
     """
     config = source.config
     directory.mkdir()
-    write_json(directory / "config.json", checkpoint_config(config, recipe, tp_size))
     q = rotation(config.hidden_size) if recipe.rotate else None
     embedding = source[EMBEDDING] if q is None else rotate_vocabulary(source[EMBEDDING], q)
     embedding = embedding.to(torch.bfloat16)
@@ -72,5 +71,8 @@ def write_checkpoint(
             writer.write("lm_head.per_channel_scale", scale)
         else:
             writer.write(HEAD, head.to(torch.bfloat16))
+    if quantizer is not None:
+        recipe = quantizer.recipe
+    write_json(directory / "config.json", checkpoint_config(config, recipe, tp_size))
     Checkpoint.open(directory)
     return writer.records, quantizer

@@ -1,8 +1,8 @@
 """The quantized operations in plain torch: the contract that every kernel is held to.
 
-All arithmetic is float32 around exact integer sums. Scales are per row (per token), never shared between rows: a rejected
-draft row must not change an accepted one. An all-zero row has the scale 1.0, rounding is half to even, and codes are
-symmetric (-128 never appears). A row so small that its scale would be subnormal counts as zero; NaN makes its row NaN.
+All arithmetic is float32 around exact integer sums. Scales are per row (per token) or fixed, never computed from several rows:
+a rejected draft row must not change an accepted one. An all-zero row has the scale 1.0, rounding is half to even, and codes are
+symmetric (-128 never appears, but for a fixed scale). A row so small that its scale would be subnormal counts as zero; NaN makes its row NaN.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# float32 adds integers exactly below 2^24, and 1024 * 127 * 127 is less: one block of columns at a time is exact.
+# float32 adds integers exactly below 2^24, and 1024 * 128 * 127 is less: one block of columns at a time is exact.
 _EXACT_COLUMNS = 1024
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
@@ -34,6 +34,13 @@ def quantize_8(y: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_16(y: Tensor) -> tuple[Tensor, Tensor]:
     """y [rows, k] -> (q int16 [rows, k], scale float32 [rows]) with scale = max|y| / 32767, q = round(y / scale)."""
     return _quantize(y, 32767, torch.int16)
+
+
+def quantize_static(y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """y [rows, k], scale float32 [1] -> (q int8 [rows, k], scale float32 [rows]) with q = round(y / scale), clipped to -128 .. 127
+    as TensorRT's Quantize does."""
+    codes = torch.round(y.float() / scale).clamp(-128, 127)
+    return codes.to(torch.int8), scale.expand(len(y))
 
 
 QUANTIZE = {8: quantize_8, 16: quantize_16}  # bits of an activation -> its quantization

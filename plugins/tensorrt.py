@@ -7,6 +7,8 @@ tensor with twice the columns. Attributes of all: sm, the compute capability to 
 
 # No `from __future__ import annotations`: TensorRT reads classes from the annotations, not their names.
 
+import numpy.typing  # noqa: F401 (TensorRT's plugin layer reads it off numpy, where numpy 1 has it only once it is imported)
+
 try:
     import tensorrt as trt
     import tensorrt.plugin as trtp

@@ -49,6 +49,9 @@ def quantize_16(y: Tensor) -> tuple[Tensor, Tensor]:
     return smooth_quantize(y, None, activations=16)
 
 
+QUANTIZE = {8: quantize_8, 16: quantize_16}
+
+
 def smooth_quantize(
     x: Tensor, inv_smoother: Tensor | None, hadamard: int = 0, activations: int = 8
 ) -> tuple[Tensor, Tensor]:
@@ -102,3 +105,4 @@ def linear(
 
 
 w8a8_linear = w8a16_linear = linear  # which of the two it is, the dtype of the codes tells
+LINEAR = {8: w8a8_linear, 16: w8a16_linear}

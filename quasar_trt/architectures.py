@@ -103,11 +103,15 @@ class Architecture:
     biases: flag of `ModelConfig` -> True, or the key of config.json that says so; flags that are not here are False.
     defaults: what the family means where its config.json is silent; an explicit null is not silence.
     stock: the architecture under which stock TensorRT-LLM modules compute the same, or None.
+    stock_keys: what stock modules read from a checkpoint's config.json besides what all of them read.
+    stock_dense_bias: whether stock modules with a bias on qkv have one on the attention output.
     """
 
     biases: dict[str, bool | str]
     defaults: dict[str, object]
     stock: str | None
+    stock_keys: dict[str, object] = field(default_factory=dict)
+    stock_dense_bias: bool = True
     head_norms: dict[str, str] = field(default_factory=dict)
     linears: tuple[Linear, ...] = _LINEARS
     norms: dict[str, str] = field(default_factory=lambda: dict(_NORMS))
@@ -137,12 +141,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
         stock="MistralForCausalLM",
     ),
-    # Stock modules for Qwen read keys of their own, so neither family carries a stock name.
-    "Qwen2ForCausalLM": Architecture(biases={"qkv_bias": True}, defaults=_QWEN_DEFAULTS, stock=None),
+    "Qwen2ForCausalLM": Architecture(
+        biases={"qkv_bias": True},
+        defaults=_QWEN_DEFAULTS,
+        stock="Qwen2ForCausalLM",
+        stock_keys={"qwen_type": "qwen2"},
+        stock_dense_bias=False,
+    ),
     "Qwen3ForCausalLM": Architecture(
         biases=_ATTENTION_BIAS,
         defaults=_QWEN_DEFAULTS | {"head_dim": 128},
-        stock=None,
+        stock=None,  # stock modules leave out the norms over heads where linears are quantized
         head_norms={
             "attention.q_layernorm": "self_attn.q_norm.weight",
             "attention.k_layernorm": "self_attn.k_norm.weight",

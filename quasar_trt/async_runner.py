@@ -9,7 +9,7 @@ from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 
-from quasar_trt.errors import QuasarError, RunnerBusy
+from quasar_trt.errors import QuasarError, RequestFailed, RunnerBusy
 from quasar_trt.generation import Generation
 from quasar_trt.metrics import SpeculationMetrics
 from quasar_trt.outputs import RequestOutput, StreamOutput
@@ -18,20 +18,22 @@ from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
 from quasar_trt.service_metrics import Load, ServiceMetrics
 
+_Answer = StreamOutput | RequestOutput | BaseException | None
+
 
 class _Job:
-    """One prompt. The event loop has the request id and the inbox of answers, the engine thread has the generation."""
+    """One prompt. The event loop has the request id and the inbox of answers, the engine thread has the generation.
 
-    def __init__(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None, timeout: float | None, streams: bool
-    ):
+    size: how many completions are asked for. prepare: checks the prompt, in the engine thread.
+    """
+
+    def __init__(self, request_id: str, size: int, streams: bool, prepare: Callable[[], Generation]):
         self.request_id = request_id
-        self.prompt = prompt
-        self.params = params
-        self.timeout = timeout
+        self.size = size
         self.streams = streams
+        self.prepare = prepare
         self.generation: Generation | None = None
-        self.answers: asyncio.Queue[StreamOutput | RequestOutput | BaseException | None] = asyncio.Queue()
+        self.answers: asyncio.Queue[_Answer] = asyncio.Queue()
 
     async def answer(self) -> StreamOutput | RequestOutput | None:
         """The next one; None after the last piece. Raises what went wrong."""
@@ -45,7 +47,9 @@ class AsyncRunner:
     """Generation for many callers at once, to be made within a running event loop and used from that loop alone.
 
     runner: nobody else may use it until `shutdown` is over.
-    max_requests: prompts that are answered or wait at a time; a further one is refused with RunnerBusy.
+    max_requests: completions that are computed or wait at a time; a further prompt is refused with RunnerBusy.
+
+    failure: what ended the engine thread; None while it lives. failed: set when it has ended so.
 
     As a context manager it is shut down at the end: all that was asked is answered first, unless an exception leaves it.
     """
@@ -57,12 +61,14 @@ class AsyncRunner:
         self._loop = asyncio.get_running_loop()
         self._max_requests = max_requests
         self._open: dict[str, _Job] = {}  # whose last answer has not come
+        self._num_open = 0  # their completions
         self._none_open = asyncio.Event()
         self._none_open.set()
-        self._questions: set[_Job] = set()  # that `_ask` waits for
+        self._questions: set[asyncio.Future] = set()  # that `_ask` waits for
         self._num_asked = 0
         self._closed = False
-        self._failure: QuasarError | None = None  # what ended the engine thread
+        self.failure: QuasarError | None = None
+        self.failed = asyncio.Event()
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # for the engine thread; None ends it
         self._running: list[_Job] = []  # the engine thread's
         self._thread = Thread(target=self._run, name="quasar-trt engine", daemon=True)
@@ -75,15 +81,18 @@ class AsyncRunner:
         *,
         request_id: str | None = None,
         timeout: float | None = None,
+        drafts: bool = True,
     ) -> RequestOutput:
         """Completes one prompt. Cancelling the task aborts the request.
 
         request_id: a name of the caller's own for `abort`.
         timeout: seconds after which it ends with finish_reason "timeout" and what there is of it.
+        drafts: as in `Runner.prepare`.
 
         Raises QuasarError as `Runner.generate` does and after `shutdown`, RunnerBusy, and whatever the engine raised.
         """
-        async with self._job(prompt, sampling_params, request_id, timeout, streams=False) as job:
+        prepare = partial(self._runner.prepare, prompt, sampling_params, timeout=timeout, drafts=drafts)
+        async with self._job(request_id, sampling_params, prepare, streams=False) as job:
             return await job.answer()
 
     async def stream(
@@ -93,12 +102,15 @@ class AsyncRunner:
         *,
         request_id: str | None = None,
         timeout: float | None = None,
+        drafts: bool = True,
     ) -> AsyncIterator[StreamOutput]:
         """Completes one prompt, piece by piece. Closing the iterator (`contextlib.aclosing`) aborts the request.
 
-        Parameters and errors as in `generate`. A slow reader holds up nobody: what it has not read waits for it.
+        Parameters and errors as in `generate`; RequestFailed where a completion cannot go on. A slow reader holds up nobody:
+        what it has not read waits for it.
         """
-        async with self._job(prompt, sampling_params, request_id, timeout, streams=True) as job:
+        prepare = partial(self._runner.prepare, prompt, sampling_params, timeout=timeout, drafts=drafts)
+        async with self._job(request_id, sampling_params, prepare, streams=True) as job:
             while (piece := await job.answer()) is not None:
                 yield piece
 
@@ -139,16 +151,20 @@ class AsyncRunner:
     # In the event loop.
 
     @contextlib.asynccontextmanager
-    async def _job(self, prompt, params, request_id: str | None, timeout: float | None, streams: bool):
+    async def _job(self, request_id: str | None, params: SamplingParams | None, prepare, streams: bool):
         if request_id is None:
             request_id = f"request {self._num_asked}"
         if request_id in self._open:
             raise QuasarError(f"request_id is '{request_id}', which has not ended; give each request its own")
         self._check_open()
-        if len(self._open) >= self._max_requests:
-            raise RunnerBusy(f"{len(self._open)} requests are open; allowed: {self._max_requests}; ask again later")
+        size = getattr(self._runner.default_sampling_params if params is None else params, "n", 1)
+        if size > self._max_requests:
+            raise QuasarError(f"n is {size}; allowed: at most {self._max_requests}, the completions at a time")
+        if self._num_open + size > self._max_requests:
+            raise RunnerBusy(f"{self._num_open} requests are open; allowed: {self._max_requests}; ask again later")
         self._num_asked += 1
-        job = self._open[request_id] = _Job(request_id, prompt, params, timeout, streams)
+        job = self._open[request_id] = _Job(request_id, size, streams, prepare)
+        self._num_open += size
         self._none_open.clear()
         self._commands.put(partial(self._begin, job))
         try:
@@ -158,42 +174,48 @@ class AsyncRunner:
                 await self.abort(request_id)
 
     def _check_open(self) -> None:
-        if self._failure:
-            raise self._failure
+        if self.failure:
+            raise self.failure
         if self._closed:
             raise QuasarError("the runner is shut down; make another")
 
     async def _ask(self, question: Callable[[], object]):
         self._check_open()
-        job = _Job("", "", None, None, False)
+        answered = self._loop.create_future()
 
         def command() -> None:
             try:
-                answer = question()
+                answer, settle = question(), answered.set_result
             except Exception as error:
-                answer = error
-            self._loop.call_soon_threadsafe(job.answers.put_nowait, answer)
+                answer, settle = error, answered.set_exception
+            self._loop.call_soon_threadsafe(lambda: answered.done() or settle(answer))
 
-        self._questions.add(job)
+        self._questions.add(answered)
         self._commands.put(command)
         try:
-            return await job.answer()
+            return await answered
         finally:
-            self._questions.discard(job)
+            self._questions.discard(answered)
 
-    def _end(self, job: _Job, answer: RequestOutput | BaseException | None) -> None:
-        job.answers.put_nowait(answer)
-        del self._open[job.request_id]
+    def _deliver(self, news: list[tuple[_Job, list[_Answer], bool]]) -> None:
+        """Answers of one pass; whether they are the last ones of their job."""
+        for job, answers, ended in news:
+            for answer in answers:
+                job.answers.put_nowait(answer)
+            if ended:
+                del self._open[job.request_id]
+                self._num_open -= job.size
         if not self._open:
             self._none_open.set()
 
     def _fail(self, error: BaseException) -> None:
-        self._failure = QuasarError(f"the engine thread has ended: {error!r}; make another runner")
-        self._failure.__cause__ = error
-        for job in list(self._open.values()):
-            self._end(job, self._failure)
-        for job in self._questions:
-            job.answers.put_nowait(self._failure)
+        self.failure = RequestFailed(f"the engine thread has ended: {error!r}; make another runner")
+        self.failure.__cause__ = error
+        self._deliver([(job, [self.failure], True) for job in list(self._open.values())])
+        for answered in self._questions:
+            if not answered.done():
+                answered.set_exception(self.failure)
+        self.failed.set()
 
     # In the engine thread.
 
@@ -213,9 +235,9 @@ class AsyncRunner:
 
     def _begin(self, job: _Job) -> None:
         try:
-            job.generation = self._runner.prepare(job.prompt, job.params, detokenize=job.streams, timeout=job.timeout)
+            job.generation = job.prepare()
         except Exception as error:
-            self._loop.call_soon_threadsafe(self._end, job, error)
+            self._send([(job, [error], True)])
             return
         self._runner.submit(job.generation)
         self._running.append(job)
@@ -233,25 +255,33 @@ class AsyncRunner:
         except Exception as error:
             for job in self._running:
                 self._runner.abort(job.generation)
-                self._loop.call_soon_threadsafe(self._end, job, error)
+            self._send([(job, [error], True) for job in self._running])
             self._running.clear()
         self._tell()
 
     def _tell(self) -> None:
-        for job in list(self._running):
-            try:
-                if job.streams:
-                    for piece in job.generation.pieces():
-                        self._loop.call_soon_threadsafe(job.answers.put_nowait, piece)
-                    ended, answer = job.generation.is_told, None
-                else:
-                    ended = job.generation.finished
-                    answer = job.generation.output() if ended else None
-                    for completion in answer.outputs if ended else ():
-                        _ = completion.text  # decoded here: the tokenizer is this thread's
-            except Exception as error:  # of this request alone
-                self._runner.abort(job.generation)
-                ended, answer = True, error
-            if ended:
-                self._running.remove(job)
-                self._loop.call_soon_threadsafe(self._end, job, answer)
+        news = [(job, *self._news(job)) for job in self._running]
+        self._running = [job for job, _, ended in news if not ended]
+        if news := [each for each in news if each[1]]:
+            self._send(news)
+
+    def _news(self, job: _Job) -> tuple[list[_Answer], bool]:
+        """What the last pass gave for one job, and whether that is all."""
+        answers: list[_Answer] = []
+        generation = job.generation
+        try:
+            if job.streams:
+                answers.extend(generation.pieces())
+                return [*answers, None] if generation.is_told else answers, generation.is_told
+            if not generation.finished:
+                return [], False
+            output = generation.output()
+            for completion in output.outputs:
+                _ = completion.text  # decoded here: the tokenizer is this thread's
+            return [output], True
+        except Exception as error:  # of this request alone
+            self._runner.abort(generation)
+            return [*answers, error], True
+
+    def _send(self, news: list[tuple[_Job, list[_Answer], bool]]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, news)

@@ -77,6 +77,8 @@ def checkpoint_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec
             spec[f"{name}.weight"] = TensorSpec("I8" if quantized else "BF16", (rows, columns))
             if quantized:
                 spec[f"{name}.per_channel_scale"] = TensorSpec("F32", (1, rows))
+                if recipe.static_activations:
+                    spec[f"{name}.act_scale"] = TensorSpec("F32", (1,))
                 if linear.norm is None:
                     spec[f"{name}.smoother"] = TensorSpec("F32", (1, columns))
             if linear.bias(config):
@@ -89,19 +91,48 @@ def checkpoint_spec(config: ModelConfig, recipe: Recipe) -> dict[str, TensorSpec
     return spec
 
 
+def weight_bytes(config: ModelConfig, recipe: Recipe) -> int:
+    """Bytes of weights that a pass reads, of all ranks."""
+    return sum(
+        spec.nbytes
+        for name, spec in checkpoint_spec(config, recipe).items()
+        if name.endswith(".weight") and len(spec.shape) == 2 and name != EMBEDDING
+    )
+
+
+def stock_obstacles(config: ModelConfig, recipe: Recipe) -> list[str]:
+    """What TensorRT-LLM's own modules would leave out or compute otherwise, which their loader does not notice; none for a
+    checkpoint that they run as it is."""
+    architecture = architecture_of(config)
+    facts = {
+        f"norms over heads ({config.architecture})": bool(architecture.head_norms),
+        "a bias on the attention output that the others do not have, or none where they have one": (
+            config.dense_bias != (config.qkv_bias and architecture.stock_dense_bias)
+        ),
+        "YaRN": rope_type(config.rotary_scaling) == "yarn",
+        f"{config.attention_size} rows of q with hidden_size {config.hidden_size}": (
+            recipe.quantized and config.attention_size != config.hidden_size
+        ),
+        "a rotated model": bool(recipe.rotate),
+        "excluded linears": bool(recipe.exclude),
+        "activations of 16 bits": recipe.activations == 16,
+        "static activation scales": bool(recipe.static_activations),
+        "an INT8 head": recipe.lm_head == "int8",
+    }
+    return [fact for fact, found in facts.items() if found]
+
+
 def checkpoint_config(config: ModelConfig, recipe: Recipe, tp_size: int = 1) -> dict:
     """config.json of the checkpoint: TensorRT-LLM's PretrainedConfig, our extras under the one key `quasar`.
 
     All sizes are the whole model's; only the Hadamard blocks are those of a rank, whose columns they divide.
     Raises QuasarError for a tp_size that does not divide the model.
     """
-    # Stock modules have one switch for the biases of qkv and of the attention output, and another YaRN.
     architecture = architecture_of(config)
-    stock = config.qkv_bias == config.dense_bias and rope_type(config.rotary_scaling) != "yarn"
-    own = recipe.lm_head == "int8" or recipe.rotate or recipe.exclude or recipe.activations == 16
-    stock = architecture.stock if stock and not own else None
+    stock = not stock_obstacles(config, recipe)
+    scales = "PER_TENSOR" if recipe.static_activations else "PER_TOKEN"
     return {
-        "architecture": stock or OWN_ARCHITECTURE,
+        "architecture": architecture.stock if stock else OWN_ARCHITECTURE,
         "dtype": "bfloat16",
         "logits_dtype": "float32",
         "hidden_size": config.hidden_size,
@@ -121,9 +152,10 @@ def checkpoint_config(config: ModelConfig, recipe: Recipe, tp_size: int = 1) -> 
         "mlp_bias": config.mlp_bias,
         "qk_layernorm": bool(architecture.head_norms),
         "use_parallel_embedding": False,
+        **(architecture.stock_keys if stock else {}),
         "mapping": {"world_size": tp_size, "tp_size": tp_size, "pp_size": 1},
         "quantization": {
-            "quant_algo": "W8A8_SQ_PER_CHANNEL_PER_TOKEN_PLUGIN" if recipe.quantized else None,
+            "quant_algo": f"W8A8_SQ_PER_CHANNEL_{scales}_PLUGIN" if recipe.quantized else None,
             "kv_cache_quant_algo": None,
             # a number even where each group has its own exponent; the scales themselves are in the tensors
             "smoothquant_val": SMOOTHQUANT if recipe.smoothquant is None else recipe.smoothquant,

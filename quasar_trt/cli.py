@@ -1,4 +1,4 @@
-"""The command line: quasar-trt build | generate | chat | bench | eval | info.
+"""The command line: quasar-trt build | generate | chat | serve | bench | eval | info.
 
 Only click and the light modules are imported here; each command imports what it needs when it runs, so `--help` is quick.
 Options are accepted in both spellings, `--output-dir` and `--output_dir`.
@@ -16,26 +16,27 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from quasar_trt import __version__
-from quasar_trt.bench.options import BenchOptions, KernelBenchOptions
+from quasar_trt.cli_bench import bench
 from quasar_trt.cli_options import (
     ENGINE,
     KV_CACHE,
     PATH,
     THREADS,
-    DefaultGroup,
     Group,
-    RowCounts,
+    Numbers,
     drafter_options,
     field_option,
     sampling_options,
     usage_message,
 )
-from quasar_trt.cli_output import check_outputs, save_json, show_report
+from quasar_trt.cli_output import check_outputs, save_json
+from quasar_trt.cli_serve import serve
 from quasar_trt.communicator import launched_size
 from quasar_trt.errors import QuasarError
 from quasar_trt.plan import PLAN_TARGETS
 from quasar_trt.recipe import LM_HEADS, QUANTIZATIONS, ROUNDINGS, Recipe
 from quasar_trt.sampling_params import SamplingParams
+from quasar_trt.tensorrt_llm_stack import LLM_TARGET
 
 if TYPE_CHECKING:
     from quasar_trt.runner import Runner
@@ -61,12 +62,12 @@ def cli():
 @click.option("--output-dir", type=PATH, required=True, help="Engine directory to make.")
 @click.option(
     "--target",
-    type=click.Choice(["cpu", *PLAN_TARGETS]),
+    type=click.Choice(["cpu", *PLAN_TARGETS, LLM_TARGET]),
     default="cpu",
     show_default=True,
     help="What the engine runs on.",
 )
-@click.option("--sm", type=RowCounts(), default=(), help="GPUs to compile for, such as 80,89; for targets on GPUs.")
+@click.option("--sm", type=Numbers(), default=(), help="GPUs to compile for, such as 80,89; for targets on GPUs.")
 @field_option(Recipe, "quantization", "Weights: int8 (W8A8) or none (BF16).", type=click.Choice(QUANTIZATIONS))
 @field_option(
     Recipe,
@@ -78,6 +79,11 @@ def cli():
 @click.option("--rotate/--no-rotate", default=None, help="Rotate the model; on where the smoothing is searched.")
 @field_option(Recipe, "rounding", "Of weights; gptq with a rotation.", type=click.Choice(ROUNDINGS))
 @field_option(Recipe, "activations", "Bits of a quantized linear's input, 8 or 16; 8 by default.", type=int)
+@click.option(
+    "--static-activations",
+    is_flag=True,
+    help="One scale for each linear's input, fixed by calibration; for targets on GPUs.",
+)
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Linears that stay in BF16; may be repeated.")
 @field_option(
     Recipe, "lm_head", "The head; rescored: INT8, the best logits again in BF16.", type=click.Choice(LM_HEADS)
@@ -107,11 +113,11 @@ def build(model, output_dir, **options):
         if options["lm_head"] not in (None, "int8"):
             raise QuasarError(f"quantize_lm_head means lm_head 'int8', but lm_head is '{options['lm_head']}'; give one")
         options["lm_head"] = "int8"
-    values = {field.name: options.pop(field.name) for field in dataclasses.fields(Recipe)}
-    if values["quantization"] != "none" and options["target"] in PLAN_TARGETS:
-        values["activations"] = values["activations"] or PLAN_TARGETS[options["target"]]
-        values["lm_head"] = values["lm_head"] or "bf16"
-    recipe = Recipe(**values)
+
+    from quasar_trt.builders.targets import target_recipe
+
+    names = [field.name for field in dataclasses.fields(Recipe) if field.name in options]
+    recipe = target_recipe(options["target"], **{name: options.pop(name) for name in names})
 
     from quasar_trt.builders.build import build as build_engine
 
@@ -185,6 +191,9 @@ def chat(engine_dir, system, drafter, drafter_option, engine, threads, kv_cache_
     converse(Chat(runner, dataclasses.replace(CHAT, **model | sampling), system, console), console)
 
 
+cli.add_command(serve)
+
+
 def open_runner(engine_dir, drafter, drafter_option, engine, threads, kv_cache_memory_bytes) -> Runner:
     from quasar_trt.runner import Runner
 
@@ -217,80 +226,7 @@ def standard_input() -> str:
         raise QuasarError(f"standard input is not {error.encoding} text; give the prompt in that encoding") from None
 
 
-@cli.group(cls=DefaultGroup)
-def bench():
-    """Measure speed.
-
-    Without a command it is `cells`: quasar-trt bench --int8 DIR --bf16 DIR --prompts FILE
-    """
-
-
-OUTPUT = click.option("--output", type=PATH, metavar="FILE", help="Save every figure and time as JSON.")
-MARKDOWN = click.option("--markdown", type=PATH, metavar="FILE", help="Save the tables as Markdown.")
-
-
-@bench.command()
-@click.option("--int8", type=PATH, required=True, metavar="DIR", help="Engine with INT8 weights.")
-@click.option("--bf16", type=PATH, required=True, metavar="DIR", help="Engine of the same model with BF16 weights.")
-@click.option("--prompts", type=PATH, metavar="FILE", help="JSON Lines with prompt, turns or messages.")
-@click.option("--limit-per-task", type=click.IntRange(min=1), help="Use only the first N prompts of each task.")
-@field_option(BenchOptions, "random_prompts", "Prompts of random ids, in which nothing repeats.", type=int)
-@drafter_options()
-@field_option(BenchOptions, "repeats", "Times that each cell decodes each prompt.", type=int)
-@field_option(BenchOptions, "max_tokens", "Most tokens to emit per prompt.", type=int)
-@field_option(BenchOptions, "temperature", "0 is greedy.", type=float)
-@field_option(BenchOptions, "seed", "Seed of every request.", type=int)
-@field_option(BenchOptions, "ignore_eos", "Go on past the end-of-sequence token.", flag=True)
-@field_option(BenchOptions, "raw", "Encode prompts as they are, without the chat template.", flag=True)
-@THREADS
-@OUTPUT
-@MARKDOWN
-@click.option("--plot", type=PATH, metavar="FILE.png", help="Draw the speed-ups of each task.")
-def cells(int8, bf16, prompts, limit_per_task, output, markdown, plot, drafter_option, **options):
-    """Compare BF16 and INT8, plain and drafted.
-
-    The four cells run interleaved, prompt by prompt, each in a process of its own.
-    """
-    from quasar_trt.bench.prompts import load_prompts
-
-    check_outputs({"--output": output, "--markdown": markdown, "--plot": plot})
-    options = BenchOptions(drafter_options=dict(drafter_option), **options)
-    if not (prompts or options.random_prompts):
-        raise click.UsageError("Missing option '--prompts' or '--random-prompts'.", click.get_current_context())
-    prompts = load_prompts(prompts, limit_per_task) if prompts else []
-
-    from rich.console import Console
-
-    from quasar_trt.bench.run import run_bench
-
-    report = run_bench({"BF16": bf16, "INT8": int8}, prompts, options, Console(stderr=True))
-    show_report(report, output, markdown)
-    if plot:
-        from quasar_trt.bench.plot import plot as draw
-
-        draw(report, plot)
-
-
-@bench.command()
-@click.option("--engine", type=PATH, multiple=True, metavar="DIR", help="Time its passes too; may be repeated.")
-@field_option(KernelBenchOptions, "rows", "Rows of a pass.", type=RowCounts())
-@field_option(KernelBenchOptions, "repeats", "Times that each number of rows is timed.", type=int)
-@THREADS
-@OUTPUT
-@MARKDOWN
-def kernels(engine, output, markdown, **options):
-    """Compare linears and engine passes with the speed of memory.
-
-    Weights read per second, beside the read bandwidth that the same threads reach in the same run.
-    """
-    check_outputs({"--output": output, "--markdown": markdown})
-    options = KernelBenchOptions(**options)
-
-    from rich.console import Console
-
-    from quasar_trt.bench.kernels import run_kernel_bench
-
-    show_report(run_kernel_bench(engine, options, Console(stderr=True)), output, markdown)
+cli.add_command(bench)
 
 
 @cli.group("eval", cls=Group, invoke_without_command=True)

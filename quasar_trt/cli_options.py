@@ -37,8 +37,8 @@ class DefaultGroup(Group):
         return super().parse_args(ctx, args)
 
 
-class RowCounts(click.ParamType):
-    """Numbers of rows, N,N,...; what takes them checks their range."""
+class Numbers(click.ParamType):
+    """Whole numbers, N,N,...; what takes them checks their range."""
 
     name = "n,n,..."
 
@@ -49,6 +49,15 @@ class RowCounts(click.ParamType):
             return tuple(int(number) for number in value.split(","))
         except ValueError:
             raise QuasarError(f"{param.opts[0]} is '{value}'; allowed: numbers with commas between them") from None
+
+
+class Names(click.ParamType):
+    """Names with commas between them; what takes them checks them."""
+
+    name = "name,name,..."
+
+    def convert(self, value, param, ctx):
+        return value if isinstance(value, tuple) else tuple(value.split(","))
 
 
 class Bytes(click.ParamType):
@@ -180,13 +189,15 @@ def drafter_options(*besides: str):
     """--drafter and --drafter-option, for a command that drafts; `besides` are allowed with the registry's names."""
 
     def names() -> list[str]:
-        from quasar_trt.drafters import DRAFTERS
+        from quasar_trt.drafters.registry import drafter_names
 
-        return [*DRAFTERS, *besides]
+        return [*drafter_names(), *besides]
 
     def check(ctx, param, value):
-        if value not in names():
-            raise unknown("drafter", value, names())
+        from quasar_trt.drafters.registry import check_drafter_name
+
+        if value not in besides:
+            check_drafter_name(value, besides)
         return value
 
     def decorate(command):

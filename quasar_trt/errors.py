@@ -19,6 +19,10 @@ class RunnerBusy(QuasarError):
     """More requests than are allowed at a time; the same one can be made again later."""
 
 
+class RequestFailed(QuasarError):
+    """A request that was in order cannot go on."""
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> QuasarError:
     """The error for a name that is none of `known`, with the nearest one when there is one."""
     known = sorted(known)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial, reduce
 from operator import add
 
-from quasar_trt.errors import QuasarError
+from quasar_trt.errors import RequestFailed
 from quasar_trt.logprobs import Logprob, by_token
 from quasar_trt.outputs import CompletionOutput, RequestOutput, StreamOutput
 from quasar_trt.request import Request
@@ -18,12 +18,20 @@ class Generation:
     requests: one for each completion.
     streams: whether the text is decoded as the tokens come.
     tokenizer: gives the tokenizer, or None where there is none; called when text is first needed.
+    token_texts: texts of single tokens, as far as they are known; kept for all generations of a runner.
     """
 
-    def __init__(self, requests: list[Request], streams: bool, tokenizer: Callable[[], object | None]):
+    def __init__(
+        self,
+        requests: list[Request],
+        streams: bool,
+        tokenizer: Callable[[], object | None],
+        token_texts: dict[int, str],
+    ):
         self.requests = requests
         self._streams = streams
         self._tokenizer = tokenizer
+        self._token_texts = token_texts
         self._told = {request: request.num_prompt_tokens for request in requests}  # ids; of those with more to tell
 
     @property
@@ -42,7 +50,7 @@ class Generation:
     def pieces(self) -> Iterator[StreamOutput]:
         """What is new since the last call, one piece for each completion that has advanced or ended.
 
-        Raises QuasarError when one has failed.
+        Raises RequestFailed when one has.
         """
         for request, told in list(self._told.items()):
             new = request.context[told:]
@@ -53,7 +61,7 @@ class Generation:
             if new or (ended and not request.error):
                 yield self._piece(request, new)
             if request.error:
-                raise QuasarError(request.error)
+                raise RequestFailed(request.error)
 
     def output(self) -> RequestOutput:
         """The answer, once all is finished."""
@@ -74,6 +82,8 @@ class Generation:
                     request.stop_reason,
                     self._logprobs(request),
                     partial(self._text, request),
+                    request.origins,
+                    request.text_offsets,
                 )
                 for request in self.requests
             ],
@@ -83,13 +93,17 @@ class Generation:
 
     def _piece(self, request: Request, new: list[int]) -> StreamOutput:
         detokenizer = request.stop.detokenizer if self._streams else None
+        first = len(request.token_ids) - len(new)
         return StreamOutput(
             detokenizer.say() if detokenizer else "",
             new,
             request.finish_reason,
             request.stop_reason,
-            self._logprobs(request, len(request.token_ids) - len(new)),
+            self._logprobs(request, first),
             request.sample_index,
+            request.origins[first:],
+            request.text_offsets[first:],
+            request.metrics if request.finish_reason else None,
         )
 
     def _logprobs(self, request: Request, first: int = 0) -> list[dict[int, Logprob]] | None:
@@ -118,4 +132,6 @@ class Generation:
             return None
         from quasar_trt.tokenizer import decode
 
-        return decode(tokenizer, [token], skip_special_tokens=False)
+        if token not in self._token_texts:
+            self._token_texts[token] = decode(tokenizer, [token], skip_special_tokens=False)
+        return self._token_texts[token]

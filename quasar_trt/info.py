@@ -25,6 +25,13 @@ _HEADS = {
     "int8": "INT8 head with 16-bit activations",
     "rescored": f"INT8 head with 16-bit activations, best {RESCORED} rescored in BF16",
 }
+_LOWERINGS = {
+    "plugin": "activations quantized by plugins",
+    "qdq": "explicit Q/DQ of activations",
+    "weight_only": "BF16 activations",
+    "stock": "its own modules",
+    "quasar": "our model class",
+}
 
 
 def show_machine(console: Console) -> None:
@@ -81,8 +88,7 @@ def _manifest_facts(manifest: Manifest, sampling: dict[str, object]) -> dict[str
 
 
 def _plan_text(plan: Plan) -> str:
-    activations = "BF16 activations" if plan.lowering == "weight_only" else "activations quantized by plugins"
-    return f"SM {', '.join(map(str, plan.sms))}, by {plan.stack} {plan.version}, {activations}"
+    return f"SM {', '.join(map(str, plan.sms))}, by {plan.stack} {plan.version}, {_LOWERINGS[plan.lowering]}"
 
 
 def _recipe_text(recipe: Recipe) -> str:
@@ -90,13 +96,15 @@ def _recipe_text(recipe: Recipe) -> str:
         return "BF16 weights, float activations"
     parts = [
         f"INT8 weights per output channel, rounding {recipe.rounding}",
-        f"{recipe.activations}-bit activations per token",
+        f"{recipe.activations}-bit activations {'of static scales' if recipe.static_activations else 'per token'}",
         f"smoothing {'searched' if recipe.smoothquant is None else f'alpha {recipe.smoothquant:g}'}",
         "rotated" if recipe.rotate else "not rotated",
         _HEADS[recipe.lm_head],
     ]
     if recipe.exclude:
         parts.append(f"BF16 where {' or '.join(recipe.exclude)}")
+    if recipe.weight_only:
+        parts.append(f"weight-only in {len(recipe.weight_only)} linears")
     return ", ".join(parts)
 
 

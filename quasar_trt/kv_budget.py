@@ -35,7 +35,7 @@ class KvBudget:
         self.max_seq_len = bisect_right(range(1, engine.max_seq_len + 1), self.num_bytes, key=engine.bytes_of)
         if self.max_seq_len < min(2, engine.max_seq_len):
             raise QuasarError(
-                f"kv_cache_memory_bytes is {self.num_bytes}; allowed: at least {engine.bytes_of(2)}, the keys and values of two tokens"
+                f"kv_cache_memory_bytes is {self.num_bytes}; allowed: at least {engine.bytes_of(2)}, which a sequence of two tokens takes"
             )
 
     @property

@@ -39,6 +39,10 @@ class Latencies:
                 return 1e-6 * 2 ** (bucket / _PER_DOUBLING)
         return 0.0
 
+    def count_within(self, doublings: int) -> int:
+        """How many took at most 2^doublings microseconds."""
+        return sum(times for bucket, times in self.buckets.items() if bucket <= _PER_DOUBLING * doublings)
+
     def __add__(self, other: Latencies) -> Latencies:
         return Latencies(self.count + other.count, self.total + other.total, self.buckets + other.buckets)
 

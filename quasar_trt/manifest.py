@@ -33,10 +33,10 @@ class Manifest:
     """The engine directory's own description.
 
     producer: package name -> version, of what built it.
-    target: "cpu" or one of `PLAN_TARGETS`; source: {"path": ..., "kind": ..., "notices": [...]}.
+    target: "cpu", one of `PLAN_TARGETS` or `LLM_TARGET`; source: {"path": ..., "kind": ..., "notices": [...]}.
     calibration: {"source", "samples", "tokens", "seed"} or None for unquantized engines.
     files: path below the directory -> FileRecord, for every weight file.
-    plan: how the TensorRT plans among them were compiled, None for other targets.
+    plan: how the TensorRT plans among them were compiled, None where there are none.
     """
 
     producer: dict[str, str]
@@ -74,7 +74,8 @@ class Manifest:
             version = values["format_version"]
         except (OSError, ValueError, KeyError, TypeError):
             raise QuasarError(
-                f"{directory} is not an engine directory: no readable config.json with a format_version"
+                f"{directory} is not an engine directory: no readable config.json with a format_version; if it is a model, build "
+                f"it: quasar-trt build {directory} --output-dir DIR"
             ) from None
         if version != FORMAT_VERSION:
             raise QuasarError(

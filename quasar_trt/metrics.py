@@ -14,7 +14,7 @@ class SpeculationMetrics:
     num_verify_steps: passes that scored rows of a request (its first token comes from one too); a pass over several
         requests counts once for each.
     num_drafts: drafts that were not empty.
-    num_accepted_tokens_per_pos: entry i counts the drafts whose token i was accepted.
+    num_accepted_tokens_per_pos: entry i counts the drafts of which more than i tokens, in a row, were accepted.
     draft_seconds, verify_seconds, accept_seconds: wall time of the steps that a request took part in, its neighbours'
         share included; verifying is the engine's pass without acceptance, prompts included.
     """

@@ -22,6 +22,10 @@ class CompletionOutput:
     stop_reason: for "stop" the text or id that ended it (None for the model's first end-of-sequence id), for "error" the
         message.
     logprobs: per emitted id {token: Logprob}, the id itself first; None unless asked for.
+    decode: gives the text.
+    origins: per emitted id where it came from, as `Request.origins`.
+    text_offsets: per emitted id where its text begins in the completion's, in characters; empty unless the text was decoded as
+        the tokens came.
     text: decoded when it is first read; empty when the runner has no tokenizer.
     """
 
@@ -31,6 +35,8 @@ class CompletionOutput:
     stop_reason: int | str | None
     logprobs: list[dict[int, Logprob]] | None
     decode: Callable[[], str] = field(repr=False, compare=False)
+    origins: list[str] = field(default_factory=list, compare=False)
+    text_offsets: list[int] = field(default_factory=list, compare=False)
 
     @cached_property
     def text(self) -> str:
@@ -71,8 +77,9 @@ class StreamOutput:
         a stop text, come with a later piece. Empty when the runner has no tokenizer and when the caller wants ids only.
     token_ids: the emitted ids; none in the last piece of a completion that was ended by a timeout.
     finish_reason, stop_reason: None until the last piece.
-    logprobs: as in CompletionOutput, of the emitted ids.
+    logprobs, origins, text_offsets: as in CompletionOutput, of the emitted ids.
     index: which of the prompt's completions.
+    metrics: over the completion; None until its last piece.
     """
 
     text: str
@@ -81,3 +88,6 @@ class StreamOutput:
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     index: int = 0
+    origins: list[str] = field(default_factory=list)
+    text_offsets: list[int] = field(default_factory=list)
+    metrics: SpeculationMetrics | None = None

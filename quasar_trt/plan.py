@@ -6,20 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PLAN_HEADER = 4096  # bytes of a plan whose hash is checked whenever it is opened
-
-
-# Target that is compiled into plans, named as the distribution that does it -> bits of activations that a recipe has there if
-# none are asked for.
-PLAN_TARGETS = {"tensorrt": 8, "tensorrt-rtx": 16}
+PLAN_TARGETS = ("tensorrt", "tensorrt-rtx")  # what is compiled into plans, named as the distribution that does it
 
 
 @dataclass(frozen=True)
 class Plan:
     """How the plans of an engine directory were made.
 
-    stack: the distribution that compiled them, "tensorrt" or "tensorrt-rtx"; version: of it, the only one that runs them.
+    stack: the distribution that compiled them, one of `PLAN_TARGETS` or "tensorrt-llm"; version: of it, the only one that runs them.
     sms: GPUs that there is a plan for, by compute capability times ten.
-    lowering: of quantized linears, "plugin" (activations quantized per token) or "weight_only" (BF16 activations).
+    lowering: of quantized linears, "plugin" (activations quantized per token), "qdq" (with scales fixed by calibration) or
+        "weight_only" (BF16 activations); of TensorRT-LLM whose modules the network is of, "stock" or "quasar".
     prefill_rows: most rows of a prompt in one pass.
     """
 

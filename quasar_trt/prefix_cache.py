@@ -52,6 +52,10 @@ class PrefixCache:
         self._kept[sequence] = self._kept.pop(sequence)
         return sequence, lengths[sequence]
 
+    def take(self, sequence: int | None) -> bool:
+        """Gives a kept sequence away, to be closed or kept again by whoever asks; False where it is not kept."""
+        return self._kept.pop(sequence, None) is not None
+
     def drop(self) -> bool:
         """Closes the sequence that was used longest ago; False where none is kept."""
         if self._kept:

@@ -59,6 +59,7 @@ class Open:
                         f"rank {rank} on {ranks.hosts[rank]} has {what} {own[:16]}, rank 0 on {ranks.hosts[0]} has {first[:16]}; "
                         f"all need the same quasar-trt, and the same files in {self.directory}"
                     )
+        engine.join(ranks)
         return engine, min(
             memory // ranks.hosts.count(host) for (_, _, memory), host in zip(found, ranks.hosts, strict=True)
         )
@@ -97,6 +98,8 @@ class Leader:
             raise
         self.meet()
         self._num_opened += 1
+        if opened.capabilities.accepts_inside:
+            return opened  # whose own ranks follow each other
         return LeaderEngine(opened, self, self._num_opened - 1, memory)
 
     def begin(self, step: Step) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from quasar_trt.detokenizer import Detokenizer
 from quasar_trt.drafters.base import Draft
 from quasar_trt.engines.base import Acceptance, SequenceStep
+from quasar_trt.engines.sequence_sampling import SequenceSampling
 from quasar_trt.errors import QuasarError
 from quasar_trt.logits_processors import LogitsProcessors
 from quasar_trt.logprobs import TokenLogprobs, token_logprobs
@@ -23,6 +24,9 @@ ABORT = "abort"
 ERROR = "error"
 TIMEOUT = "timeout"
 
+# Where an emitted token came from; PLAIN: nothing was drafted.
+ACCEPTED, RECOVERED, BONUS, PLAIN = "accepted", "recovered", "bonus", "plain"
+
 
 class Request:
     """Prompt, emitted ids and everything that decides the next one.
@@ -31,14 +35,18 @@ class Request:
     detokenizer: where text is needed as the tokens come: for stop texts and for streams.
     bad_words: the ids of each bad word.
     timeout: seconds after which a pass that begins finds the request ended, waiting included; None for no limit.
+    drafts: whether the drafter may propose for it.
 
     context: prompt and emitted ids; the drafter reads this very list.
+    sampling: what an engine that accepts inside has to know of it.
     siblings: the requests for all completions of the prompt, this one included.
     submitted_at: by perf_counter, when the scheduler got it; arrival: its place among all that the scheduler got.
     emitted_at: by perf_counter, when it emitted last; None before the first token.
     sequence: the engine's handle while the request is active, else None.
     num_cached: ids of the context whose rows are in the engine's cache.
     logprobs, prompt_logprobs: one entry per emitted token, and per token of the prompt but the first; empty unless asked for.
+    origins: of each emitted token: ACCEPTED, RECOVERED, BONUS or PLAIN.
+    text_offsets: characters of the text before each emitted token; empty without a detokenizer.
     """
 
     def __init__(
@@ -54,6 +62,7 @@ class Request:
         detokenizer: Detokenizer | None = None,
         bad_words: Sequence[Sequence[int]] = (),
         timeout: float | None = None,
+        drafts: bool = True,
     ):
         self.id = request_id
         self.prompt = prompt
@@ -64,7 +73,17 @@ class Request:
         self.stop = StopChecker(params, eos_token_ids, max_seq_len - self.num_prompt_tokens, detokenizer)
         processors = LogitsProcessors.for_request(params, self.context, self.stop.end_token_ids, bad_words)
         self.sampler = Sampler(params, sample_index, processors)
+        self.sampling = SequenceSampling(
+            params,
+            self.sampler.seed,
+            self.num_prompt_tokens,
+            self.num_prompt_tokens + self.stop.remaining,
+            self.stop.end_token_ids,
+            self.stop.stop_token_ids,
+            bad_words,
+        )
         self.timeout = timeout
+        self.drafts = drafts
         self.metrics = SpeculationMetrics()
         self.service = ServiceMetrics()
         self.siblings: Sequence[Request] = (self,)
@@ -76,6 +95,8 @@ class Request:
         self.num_cached = 0
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.origins: list[str] = []
+        self.text_offsets: list[int] = []
         self._ended: tuple[str | None, str | None] = None, None  # reason and error, where its tokens did not end it
         self._scores_prompt = params.prompt_logprobs is not None and sample_index == 0
         # Of the pass that was accepted last and is not committed yet.
@@ -135,7 +156,7 @@ class Request:
     def step(self, chunk: Sequence[int], draft: Draft) -> SequenceStep:
         """The request's part of a pass. A prompt that is scored comes in as a draft, so that all of its rows come back."""
         if self._is_scoring:
-            return SequenceStep(self.sequence, chunk[:1], Draft((*chunk[1:], *draft.ids)))
+            return SequenceStep(self.sequence, chunk[:1], draft.after(chunk[1:]))
         return SequenceStep(self.sequence, chunk, draft, needs_logits=self.reaches_end(chunk))
 
     def accept(self, logits: np.ndarray, chunk: Sequence[int], draft: Draft) -> Acceptance:
@@ -153,26 +174,35 @@ class Request:
         except QuasarError as error:
             self.end(ERROR, str(error))
             return Acceptance((), 0)
-        if (count := self.params.logprobs) is not None:
-            rows = zip(logits[first:], acceptance.emitted, strict=False)
-            self._new_logprobs = [token_logprobs(row, token, count) for row, token in rows]
-        return Acceptance(acceptance.emitted, first + acceptance.num_accepted_tokens)
+        if self.params.logprobs is not None:
+            self._score(acceptance.emitted, [logits[first + row] for row in acceptance.rows])
+        return acceptance.after(first)
 
     def advance(self, chunk: Sequence[int]) -> None:
         """The cache holds a chunk of the prompt that is not its last."""
         self._commit_prompt_logprobs()
         self.num_cached += len(chunk)
 
-    def commit(self, chunk: Sequence[int], acceptance: Acceptance) -> tuple[list[int], int]:
+    def commit(self, chunk: Sequence[int], draft: Draft, acceptance: Acceptance) -> tuple[list[int], int]:
         """Appends what was emitted, up to the id that finishes the request.
 
         Returns what was appended, and how many of its ids were draft tokens.
         """
-        num_accepted_tokens = max(acceptance.num_accepted_tokens - self._num_scored(chunk), 0)
+        if acceptance.error is not None:
+            self.end(ERROR, acceptance.error)
+        if acceptance.logits is not None:
+            self._score(acceptance.emitted, acceptance.logits)
+        num_scored = self._num_scored(chunk)
+        num_accepted_tokens = max(acceptance.num_accepted_tokens - num_scored, 0)
+        last = acceptance.path[-1] - num_scored if acceptance.path else num_accepted_tokens - 1
         self._commit_prompt_logprobs()
         before = len(self.context)
-        for token in acceptance.emitted:
+        detokenizer = self.stop.detokenizer
+        for index, token in enumerate(acceptance.emitted):
             self.context.append(token)
+            self.origins.append(ACCEPTED if index < num_accepted_tokens else _last_origin(last, draft))
+            if detokenizer:
+                self.text_offsets.append(len(detokenizer.text))
             if self.stop.emit(token):
                 break
         self.num_cached = before + num_accepted_tokens
@@ -188,6 +218,10 @@ class Request:
         """Rows of the chunk before its last one that come back, because the prompt is scored."""
         return len(chunk) - 1 if self._is_scoring else 0
 
+    def _score(self, emitted: Sequence[int], logits: Sequence[np.ndarray]) -> None:
+        rows = zip(logits, emitted, strict=False)
+        self._new_logprobs = [token_logprobs(row, token, self.params.logprobs) for row, token in rows]
+
     def _score_prompt(self, logits: np.ndarray) -> list[TokenLogprobs]:
         rows = zip(logits, self.context[self.num_cached + 1 : self.num_prompt_tokens], strict=False)
         return [token_logprobs(row, token, self.params.prompt_logprobs) for row, token in rows]
@@ -195,3 +229,10 @@ class Request:
     def _commit_prompt_logprobs(self) -> None:
         self.prompt_logprobs += self._new_prompt_logprobs
         self._new_prompt_logprobs = []
+
+
+def _last_origin(last: int, draft: Draft) -> str:
+    """Of the token that a pass emits besides those that it accepted, the last of which is draft token `last`, -1 for none."""
+    if not draft.ids:
+        return PLAIN
+    return RECOVERED if draft.children(last) else BONUS

@@ -79,7 +79,7 @@ class Roster:
             else:
                 continue
             self.service.num_finished += 1
-            if self._drafter and request.known_to_drafter:
+            if request.known_to_drafter:
                 self._drafter.stop(request.id)
 
     def expire(self) -> None:
@@ -103,27 +103,36 @@ class Roster:
         for request in list(self._waiting):
             if len(self.active) == self._max_active:
                 break
-            if not self._make_room(self._engine.open_bytes):  # before a source is chosen, which might have to go
-                break
             source, num_shared, ready = self._longest_prefix(request)
             if not ready:
                 continue
-            # First: when it fails, the request still waits.
-            sequence = self._engine.open() if source is None else self._engine.fork(source)
+            sequence = self._begin(source)  # before anything changes: when it fails, the request still waits
+            if sequence is None:
+                break
             if source is not None:
                 self._engine.truncate(sequence, num_shared)
             pending = [(each.sequence, each.num_pending) for each in self.active]
             if not self._make_room(rows=[*pending, (sequence, len(request.context) - num_shared)]):
                 self._engine.close(sequence)
                 break
+            self._engine.sample_as(sequence, request.sampling)
             request.sequence, request.num_cached = sequence, num_shared
             self._waiting.remove(request)
             insort(self.active, request, key=_by_arrival)
             for metrics in (request.service, self.service):
                 metrics.num_reused_tokens += num_shared
-            if self._drafter and not request.known_to_drafter:
+            if self._drafter and request.drafts and not request.known_to_drafter:
                 request.known_to_drafter = True
                 self._drafter.start(request.id, request.context)
+
+    def _begin(self, source: int | None) -> int | None:
+        """A new sequence, or one that begins as `source`; None where there is no room. A kept source is taken over where there
+        is no room for another one beside it."""
+        if self._engine.open_bytes > self._kv_budget.free and self.prefixes.take(source):
+            return source
+        if not self._make_room(self._engine.open_bytes):
+            return None
+        return self._engine.open() if source is None else self._engine.fork(source)
 
     def _longest_prefix(self, request: Request) -> tuple[int | None, int, bool]:
         """(sequence, tokens, whether it has computed them) of what shares most with a request; (None, 0, True) for none."""
@@ -180,4 +189,6 @@ class Roster:
         self.active.remove(request)
         insort(self._waiting, request, key=_by_arrival)
         self._engine.close(sequence)
+        if request.known_to_drafter:
+            self._drafter.pause(request.id)
         self.service.num_preemptions += 1

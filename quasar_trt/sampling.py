@@ -24,10 +24,13 @@ from quasar_trt.errors import QuasarError
 from quasar_trt.logits_processors import LogitsProcessors
 from quasar_trt.sampling_params import SamplingParams
 
-# Streams of noise at one position: they are independent of each other.
+# Streams of noise at one position, for the first of several siblings: they are independent of each other.
 SAMPLE = 0  # the uniform that picks a token (of p, or of the residual after a rejection)
 ACCEPT = 1  # the uniform of the ratio test
 DRAFT = 2  # the uniform by which a drafter with probabilities draws its token from q
+SEED = 3  # the seed of an engine that samples by itself
+
+_NUM_STREAMS = 3
 
 _KEY = struct.Struct("<qqqq")
 _BLOCK = 256  # weights per partial sum of the inverse CDF
@@ -36,10 +39,20 @@ _BLOCK = 256  # weights per partial sum of the inverse CDF
 _SMALLEST_SCALE, _LARGEST_SCALE = 1e-30, 1e30
 
 
-def uniform(seed: int, sample: int, position: int, stream: int) -> float:
-    """A number in [0, 1) with 53 random bits, keyed by four 64-bit integers."""
+def noise(seed: int, sample: int, position: int, stream: int) -> int:
+    """64 random bits, keyed by four 64-bit integers."""
     digest = hashlib.blake2b(_KEY.pack(seed, sample, position, stream), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+    return int.from_bytes(digest, "little")
+
+
+def uniform(seed: int, sample: int, position: int, stream: int) -> float:
+    """A number in [0, 1) with 53 random bits of `noise`."""
+    return (noise(seed, sample, position, stream) >> 11) * 2.0**-53
+
+
+def of_sibling(stream: int, number: int) -> int:
+    """The stream of that kind for one of several siblings of a tree, the first of which is number 0."""
+    return stream + _NUM_STREAMS * number
 
 
 class Target:
@@ -133,6 +146,10 @@ class Sampler:
 
     def uniform(self, position: int, stream: int) -> float:
         return uniform(self._seed, self._sample_index, position, stream)
+
+    def seed(self, position: int) -> int:
+        """64 bits for the generator of an engine that samples by itself, from `position` on."""
+        return noise(self._seed, self._sample_index, position, SEED)
 
     def sample(self, logits: np.ndarray, position: int, drafted: Sequence[int] = ()) -> int:
         """The token at `position` of the sequence, given its row of logits [vocab] float32.

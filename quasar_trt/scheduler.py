@@ -59,6 +59,8 @@ class Scheduler:
         self.stats = SpeculationMetrics()
         self._engine = engine
         self._drafter = drafter
+        self._reads_logits = drafter is not None and drafter.reads_logits
+        self._tree = engine.capabilities.tree
         self._max_rows = engine.capabilities.max_rows
         self._max_draft_len = max_draft_len if wanted is None else wanted
         self._kv_budget = kv_budget
@@ -91,6 +93,8 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """Frees what finished requests left for later ones that begin alike."""
         self._roster.prefixes.clear()
+        if self._drafter:
+            self._drafter.forget_prefixes()
 
     def step(self) -> None:
         """Advances the active requests by one pass, once those that wait have joined them as far as there is room.
@@ -112,22 +116,29 @@ class Scheduler:
             self._roster.release([request for request in self._roster.active if request.finish_reason is not None])
 
     def _advance(self, requests: list[Request], chunks: list[list[int]]) -> None:
-        accept_seconds = 0.0
+        accept_seconds = read_seconds = 0.0
 
         started = perf_counter()
         drafts = self._draft(requests, chunks)
         drafted = perf_counter()
 
         def accept(index: int, logits: np.ndarray) -> Acceptance:
-            nonlocal accept_seconds
+            nonlocal accept_seconds, read_seconds
             began = perf_counter()
-            acceptance = requests[index].accept(logits, chunks[index], drafts[index])
-            accept_seconds += perf_counter() - began
+            request, draft = requests[index], drafts[index]
+            acceptance = request.accept(logits, chunks[index], draft)
+            accepted = perf_counter()
+            accept_seconds += accepted - began
+            reads = self._reads_logits and request.known_to_drafter and request.reaches_end(chunks[index])
+            if reads and request.finish_reason is None:
+                self._drafter.read(request.id, draft, logits[-1 - len(draft) :])  # behind those of a scored prompt
+                read_seconds += perf_counter() - accepted
             return acceptance
 
         batch = [request.step(chunk, draft) for request, chunk, draft in zip(requests, chunks, drafts, strict=True)]
         acceptances = self._engine.step(batch, accept)  # rolls its caches back to what was accepted
-        seconds = (drafted - started, perf_counter() - drafted - accept_seconds, accept_seconds)
+        verify_seconds = perf_counter() - drafted - accept_seconds - read_seconds
+        seconds = (drafted - started + read_seconds, verify_seconds, accept_seconds)
 
         self.stats.add_seconds(*seconds)
         num_rows = sum(map(len, chunks)) + sum(map(len, drafts))
@@ -148,6 +159,8 @@ class Scheduler:
             return drafts
         num_committed = sum(map(len, chunks))
         free = self._max_rows - num_committed
+        ends = [request.reaches_end(chunk) for request, chunk in zip(requests, chunks, strict=True)]
+        most = free // max(sum(ends), 1) if self._drafter.draws else free
         rows = [(request.sequence, len(chunk)) for request, chunk in zip(requests, chunks, strict=True)]
         room = self._kv_budget.free - self._kv_budget.growth(rows)
         num_emitting = 0
@@ -156,26 +169,30 @@ class Scheduler:
         for index, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
             if request.reaches_end(chunk):
                 num_emitting += 1
+                if not request.known_to_drafter:
+                    continue
                 # The verifier itself gives one id, so no draft token lies beyond max_tokens or the context limit.
-                limit = min(self._max_draft_len, free, request.stop.remaining - 1)
+                limit = min(self._max_draft_len, most, request.stop.remaining - 1)
                 limit, room = self._kv_budget.fit_draft(*rows[index], limit, room)
                 if limit > 0:
                     indices.append(index)
-                    batch.append(DraftRequest(request.id, request.context, limit, request.sampler))
+                    batch.append(
+                        DraftRequest(request.id, request.context, limit, request.sampler, self._tree, request.stop)
+                    )
         if not batch:
             return drafts
         proposed = self._drafter.propose(batch)
         for asked, draft in zip(batch, proposed, strict=True):
-            if len(draft) > asked.limit or draft.parents is not None:
-                name = type(self._drafter).__name__
-                raise ValueError(f"{name} proposed {draft.ids}, not a chain of at most {asked.limit} tokens")
-        lengths = self._draft_lengths.choose(proposed, num_committed, num_emitting, free)
+            if len(draft) > asked.limit or (draft.is_tree and not self._tree):
+                name, kind = type(self._drafter).__name__, "tree" if self._tree else "chain"
+                raise ValueError(f"{name} proposed {draft.ids}, not a {kind} of at most {asked.limit} tokens")
+        lengths = self._draft_lengths.choose(proposed, num_committed, num_emitting, free, self._drafter.seconds)
         for index, draft, length in zip(indices, proposed, lengths, strict=True):
             drafts[index] = draft.first(length)
         return drafts
 
     def _commit(self, request: Request, chunk: list[int], draft: Draft, acceptance: Acceptance) -> None:
-        emitted, num_accepted_tokens = request.commit(chunk, acceptance)
+        emitted, num_accepted_tokens = request.commit(chunk, draft, acceptance)
         for metrics in (request.metrics, self.stats):
             metrics.count(len(draft), num_accepted_tokens, len(emitted))
         if emitted:
@@ -183,5 +200,5 @@ class Scheduler:
             for metrics in (request.service, self.service):
                 metrics.count(len(emitted), now - request.submitted_at, request.emitted_at and now - request.emitted_at)
             request.emitted_at = now
-        if self._drafter and request.finish_reason is None:
+        if request.known_to_drafter and request.finish_reason is None:
             self._drafter.observe(request.id, emitted, num_accepted_tokens)

@@ -19,6 +19,7 @@ class StopChecker:
     room: tokens that still fit into the context, at least 1.
     detokenizer: fed with the tokens that have text; needed where there are stop texts.
     end_token_ids: every id that may end the request; none of them is emitted before min_tokens.
+    stop_token_ids: those that do.
     remaining: the most tokens that are still to come.
     finish_reason: None while the request goes on, then "stop" or "length".
     stop_reason: what ended it, as vLLM reports it: the stop text or id, None for the first of `eos_token_ids` (the model's own).
@@ -40,7 +41,8 @@ class StopChecker:
         self.ends_with_id = False
         self._params = params
         self._own = () if params.ignore_eos else tuple(eos_token_ids)
-        self._stopping = {*self._own, *params.stop_token_ids}
+        self.stop_token_ids = (*self._own, *params.stop_token_ids)
+        self._stopping = set(self.stop_token_ids)
         self._num_emitted = 0
 
     def ahead(self) -> StopChecker:

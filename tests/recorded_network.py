@@ -26,6 +26,7 @@ class RecordedLayer:
 
     def __init__(self, network, kind, inputs, infer, **attributes):
         self.type = getattr(network.trt.LayerType, kind)
+        self.name = kind
         self.inputs = list(inputs)
         self._network = network
         self._infer = infer
@@ -89,6 +90,13 @@ def _sliced(layer):
     return x.dtype, [sizes.get(axis, size) for axis, size in enumerate(x.shape)]
 
 
+def _joined(layer):
+    values = [tensor.values for tensor in layer.inputs]
+    shape = list(layer.inputs[0].shape)
+    shape[layer.axis] = sum(tensor.shape[layer.axis] for tensor in layer.inputs)
+    return layer.inputs[0].dtype, shape, None if None in values else sum(values, ())
+
+
 def _reduced(layer):
     (x,) = layer.inputs
     return x.dtype, [1 if layer.axes >> axis & 1 else size for axis, size in enumerate(x.shape)]
@@ -96,10 +104,10 @@ def _reduced(layer):
 
 def _multiplied(layer):
     x, y = layer.inputs
-    assert x.dtype == y.dtype
-    inner, outer = y.shape[::-1] if layer.op1.name == "TRANSPOSE" else y.shape
-    assert x.shape[1] == inner
-    return x.dtype, (x.shape[0], outer)
+    assert x.dtype == y.dtype and x.shape[:-2] == y.shape[:-2]
+    inner, outer = y.shape[:-3:-1] if layer.op1.name == "TRANSPOSE" else y.shape[-2:]
+    assert x.shape[-1] == inner
+    return x.dtype, (*x.shape[:-1], outer)
 
 
 def _same(layer):
@@ -168,10 +176,7 @@ class RecordedNetwork:
         return RecordedLayer(self, "SHAPE", [x], lambda layer: (self.trt.int64, (len(x.shape),), x.shape))
 
     def add_concatenation(self, tensors):
-        values = sum((tensor.values for tensor in tensors), ())
-        return RecordedLayer(
-            self, "CONCATENATION", tensors, lambda layer: (tensors[0].dtype, (len(values),), values), axis=None
-        )
+        return RecordedLayer(self, "CONCATENATION", tensors, _joined, axis=None)
 
     def add_elementwise(self, x, y, operation):
         return RecordedLayer(self, "ELEMENTWISE", [x, y], _broadcast, op=operation)
@@ -191,6 +196,26 @@ class RecordedNetwork:
 
     def add_dequantize(self, x, scale, dtype):
         return RecordedLayer(self, "DEQUANTIZE", [x, scale], lambda layer: (dtype, x.shape), to_type=dtype, axis=-1)
+
+    def add_quantize(self, x, scale, dtype):
+        assert x.dtype == scale.dtype == self.trt.float32 and scale.shape == ()
+        return RecordedLayer(self, "QUANTIZE", [x, scale], lambda layer: (dtype, x.shape), to_type=dtype, axis=-1)
+
+    def add_topk(self, x, operation, count, axes):
+        (axis,) = (axis for axis in range(len(x.shape)) if axes >> axis & 1)
+        shape = [count if i == axis else size for i, size in enumerate(x.shape)]
+        infer = lambda layer: [(x.dtype, shape), (self.trt.int32, shape)]  # noqa: E731
+        return RecordedLayer(self, "TOPK", [x], infer, op=operation, k=count, axes=axes)
+
+    def add_scatter(self, x, indices, values, mode):
+        assert x.dtype == values.dtype and indices.shape == values.shape
+        return RecordedLayer(self, "SCATTER", [x, indices, values], _same, mode=mode, axis=0)
+
+    def add_dist_collective(self, x, operation, reduction, root, groups):
+        assert root == -1 and not groups
+        gathers = operation == self.trt.CollectiveOperation.ALL_GATHER
+        infer = lambda layer: (x.dtype, (-1, *x.shape[1:]) if gathers else x.shape)  # noqa: E731
+        return RecordedLayer(self, "DIST_COLLECTIVE", [x], infer, num_ranks=1)
 
     def add_rotary_embedding(self, x, cos, sin, interleaved, size):
         attributes = {"interleaved": interleaved, "rotary_embedding_dim": size}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from quasar_trt.drafters.base import Draft, Drafter, DraftRequest
-from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep
+from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.sampling import DRAFT
 
 
@@ -39,6 +40,15 @@ def chain_logits(chain: Sequence[int], num_prompt_tokens: int, vocab: int) -> Ca
     return row
 
 
+def paths(draft: Draft) -> list[tuple[int, ...]]:
+    """The ids from the root to each token of a draft, the token included."""
+    found: list[tuple[int, ...]] = []
+    parents = range(-1, len(draft) - 1) if draft.parents is None else draft.parents
+    for token, parent in zip(draft.ids, parents, strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return found
+
+
 @dataclass
 class Pass:
     """What one call of `step` brought, per sequence, and the positions it verified."""
@@ -52,7 +62,7 @@ class Pass:
 
 @dataclass
 class StubEngine(Engine):
-    """Logits prescribed as a function of all ids up to the row's own; the cache is a list of ids per sequence.
+    """Logits prescribed as a function of all ids up to the row's own, on its path; the cache is a list of ids per sequence.
 
     An interrupted step leaves its rows in the caches. Memory is counted as pages of `page_size` ids, a byte per id, which
     forks share until one of them writes; more than `memory` is a MemoryError.
@@ -64,6 +74,7 @@ class StubEngine(Engine):
     vocab: int
     max_seq_len: int = 256
     max_rows: int = 64
+    tree: bool = True
     weight_bytes_per_step: int = 0
     page_size: int = 4
     memory: int = 1 << 40
@@ -76,7 +87,7 @@ class StubEngine(Engine):
     def __post_init__(self):
         self.config = SimpleNamespace(vocab_size=self.vocab)
         self.capabilities = Capabilities(
-            max_rows=self.max_rows, accepts_inside=False, tree=False, hidden_states=False, fork=True, exact=True
+            max_rows=self.max_rows, accepts_inside=False, tree=self.tree, hidden_states=False, fork=True, exact=True
         )
 
     def open(self) -> int:
@@ -158,15 +169,37 @@ class StubEngine(Engine):
             return None
         committed = len(cache)
         self._extend(item.sequence, item.draft.ids)
-        rows = [self.logits(tuple(cache[: committed + row])) for row in range(len(item.draft) + 1)]
-        acceptance = accept(index, np.array(rows, np.float32))
-        self.truncate(item.sequence, committed + acceptance.num_accepted_tokens)
+        prefix = tuple(cache[:committed])
+        rows = [self.logits(prefix), *[self.logits(prefix + path) for path in paths(item.draft)]]
+        acceptance = checked_acceptance(accept(index, np.array(rows, np.float32)), item.draft)
+        kept = range(acceptance.num_accepted_tokens) if acceptance.path is None else acceptance.path
+        cache[committed : committed + len(kept)] = [item.draft.ids[index] for index in kept]
+        self.truncate(item.sequence, committed + len(kept))
         return acceptance
 
     def _cache(self, sequence: int) -> list[int]:
         if sequence not in self.caches:
             raise ValueError(f"sequence {sequence} is not open")
         return self.caches[sequence]
+
+
+class GatedEngine(StubEngine):
+    """Its passes wait for `gate`, which is open at first; `fault` is raised by the next one."""
+
+    fault: BaseException | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def step(self, batch, accept):
+        assert self.gate.wait(30)
+        fault, self.fault = self.fault, None
+        if fault:
+            super().step(batch[:1], accept)
+            raise fault
+        return super().step(batch, accept)
 
 
 class StubDrafter(Drafter):

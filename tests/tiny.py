@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     LlamaForCausalLM,
@@ -35,6 +36,16 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+
+TRANSFORMERS = int(transformers.__version__.split(".")[0])
+
+
+def rope_fields(**parameters) -> dict:
+    """RoPE parameters as fields of a configuration: one in transformers 5, two in transformers 4."""
+    if TRANSFORMERS >= 5:
+        return {"rope_parameters": parameters}
+    return {"rope_theta": parameters.pop("rope_theta"), "rope_scaling": parameters}
+
 
 # Attention is 96 wide, hidden_size 48: nothing may take one for the other.
 SIZES = {
@@ -97,7 +108,8 @@ def tiny_model(architecture: str, seed: int = 0, **overrides) -> PreTrainedModel
 
 def model_config(model: PreTrainedModel) -> ModelConfig:
     config, layer = model.config, model.model.layers[0]
-    rope = getattr(config, "rope_parameters", None) or {**(config.rope_scaling or {}), "rope_theta": config.rope_theta}
+    scaling = getattr(config, "rope_scaling", None) or {}
+    rope = getattr(config, "rope_parameters", None) or {**scaling, "rope_theta": config.rope_theta}
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return ModelConfig(
         architecture=type(model).__name__,
@@ -154,10 +166,12 @@ def quantized_tensors(
     Of a rotated recipe only what engines do at run time: the residual stream keeps its basis. Rounding is to nearest.
     """
     largest: dict[str, Tensor] = {}
+    inputs: dict[str, list[Tensor]] = {}
 
     def observe(name: str, x: Tensor) -> None:
         seen = x.abs().amax(dim=0)
         largest[name] = torch.maximum(largest[name], seen) if name in largest else seen
+        inputs.setdefault(name, []).append(x)
 
     model = ReferenceModel(config, Recipe("none"), tensors, observe=observe)
     for ids in calibration:
@@ -186,6 +200,9 @@ def quantized_tensors(
             for name, weight in weights.items():
                 smoothed = _transform_columns(weight * smoother, blocks.get(group, 1))
                 found[f"{name}.weight"], found[f"{name}.per_channel_scale"] = _quantize_rows(smoothed)
+                if recipe.static_activations:
+                    read = _transform_columns(torch.cat(inputs[name]) / smoother, blocks.get(group, 1))
+                    found[f"{name}.act_scale"] = (read.abs().max() / 127).reshape(1)
     if recipe.lm_head == "int8":
         found["lm_head.weight"], found["lm_head.per_channel_scale"] = _quantize_rows(tensors["lm_head.weight"].float())
     return {name: found[name] for name in checkpoint_spec(config, recipe)}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import tensorrt_rtx as trt
 import torch
 from network_graph import Graph, read_graph
-from network_interpreter import Interpreter
+from network_interpreter import Interpreter, run_ranks
 
 from quasar_trt.builders.network.decoder import DecoderNetwork
 from quasar_trt.builders.network.writer import NetworkWriter
+from quasar_trt.builders.quantize import with_int8_head
 from quasar_trt.engines import plan_bindings as bindings
 from quasar_trt.tensorfile import to_numpy
 
@@ -27,22 +28,25 @@ def _add_plugin(network, *described):
 def decoder_graph(network, config, recipe, tensors, capacity=64, dtype="float32", plugins=False) -> Graph:
     """The decoder written into `network` and read back; with plugins a network is the double."""
     writer = NetworkWriter(trt, network, _add_plugin if plugins else None)
-    arrays = {name: to_numpy(tensor) for name, tensor in tensors.items()}
+    arrays = {name: to_numpy(tensor) for name, tensor in with_int8_head(tensors, recipe).items()}
     DecoderNetwork(writer, config, recipe, arrays, capacity, dtype).write()
     return read_graph(trt, network, writer.constants)
 
 
 class InterpretedDecoder:
-    """Runs passes of a decoder graph over its own caches of `slots` slots."""
+    """Runs passes of a decoder graph, or of one for each rank, over its own caches of `slots` slots."""
 
-    def __init__(self, graph: Graph, slots: int):
-        self.run = Interpreter(graph)
+    def __init__(self, *graphs: Graph, slots: int):
+        self.ranks = [Interpreter(graph) for graph in graphs]
         dtype = {"FLOAT": torch.float32, "BF16": torch.bfloat16}
-        self.caches = {
-            tensor.name: torch.zeros(slots, *tensor.shape[1:], dtype=dtype[tensor.dtype])
-            for tensor in graph.inputs
-            if tensor.name.startswith("past_") and len(tensor.shape) == 4
-        }
+        self.caches = [
+            {
+                tensor.name: torch.zeros(slots, *tensor.shape[1:], dtype=dtype[tensor.dtype])
+                for tensor in graph.inputs
+                if tensor.name.startswith("past_") and len(tensor.shape) == 4
+            }
+            for graph in graphs
+        ]
 
     def __call__(self, rows: list[list[int]], lengths: list[int], padding: int = 0) -> list[torch.Tensor]:
         """One pass: new ids of every slot, and what each held before. Returns logits of all rows, per slot.
@@ -54,18 +58,18 @@ class InterpretedDecoder:
         for slot, tokens in enumerate(rows):
             ids[slot, : len(tokens)] = torch.tensor(tokens)
         wanted = [slot * width + i for slot, tokens in enumerate(rows) for i in range(len(tokens))]
-        outputs = self.run(
-            {
-                bindings.INPUT_IDS: ids,
-                bindings.POSITIONS: past[:, None] + torch.arange(width, dtype=torch.int32),
-                bindings.PAST_LENGTHS: past,
-                bindings.KEY_VALUE_LENGTHS: past + width,
-                bindings.SPAN: torch.tensor([max(lengths) + width]),
-                bindings.LOGITS_ROWS: torch.tensor(wanted, dtype=torch.int32),
-                **self.caches,
-            }
-        )
-        for layer in range(len(self.caches) // 2):
-            for past_name, present in bindings.cache_bindings(layer):
-                assert outputs[present].data_ptr() == self.caches[past_name].data_ptr()
-        return list(outputs[bindings.LOGITS].float().split([len(tokens) for tokens in rows]))
+        inputs = {
+            bindings.INPUT_IDS: ids,
+            bindings.POSITIONS: past[:, None] + torch.arange(width, dtype=torch.int32),
+            bindings.PAST_LENGTHS: past,
+            bindings.KEY_VALUE_LENGTHS: past + width,
+            bindings.SPAN: torch.tensor([max(lengths) + width]),
+            bindings.LOGITS_ROWS: torch.tensor(wanted, dtype=torch.int32),
+        }
+        outputs = run_ranks(self.ranks, [inputs | caches for caches in self.caches])
+        for found, caches in zip(outputs, self.caches, strict=True):
+            for layer in range(len(caches) // 2):
+                for past_name, present in bindings.cache_bindings(layer):
+                    assert found[present].data_ptr() == caches[past_name].data_ptr()
+            torch.testing.assert_close(found[bindings.LOGITS], outputs[0][bindings.LOGITS], atol=0, rtol=0)
+        return list(outputs[0][bindings.LOGITS].float().split([len(tokens) for tokens in rows]))

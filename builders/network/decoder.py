@@ -12,10 +12,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from quasar_trt.architectures import architecture_of
-from quasar_trt.builders.network.lowering import Plugin, WeightOnly
+from quasar_trt.builders.network.lowering import lowering_of
 from quasar_trt.builders.network.writer import NetworkWriter
-from quasar_trt.checkpoint import EMBEDDING, LAYER_PREFIX
+from quasar_trt.checkpoint import EMBEDDING, HEAD, LAYER_PREFIX
 from quasar_trt.engines import plan_bindings as bindings
+from quasar_trt.engines.cpu_layout import HEAD_ROWS
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.recipe import Recipe
 from quasar_trt.rope import rope_tables
@@ -24,8 +25,9 @@ from quasar_trt.rope import rope_tables
 class DecoderNetwork:
     """Writes a decoder of `capacity` tokens per slot with `writer`, once.
 
-    tensors: by checkpoint name as `checkpoint_spec(config, recipe)` says, numpy, uint16 for the bits of bfloat16; the network
-    refers to their memory. dtype: "bfloat16" or "float32".
+    config: of one rank. tensors: its own, by checkpoint name as `checkpoint_spec(config, recipe)` says and of a rescored head as
+    `with_int8_head` does, numpy, uint16 for the bits of bfloat16; the network refers to their memory. dtype: "bfloat16" or
+    "float32". Every rank gives the logits of the whole vocabulary.
     """
 
     def __init__(
@@ -40,11 +42,14 @@ class DecoderNetwork:
         self.writer = writer
         self.config = config
         self.recipe = recipe
+        tied = config.tie_word_embeddings and not recipe.rotate and config.tp_size == 1
+        rows = HEAD_ROWS if recipe.lm_head == "rescored" else HEAD
+        if tied and tensors[rows].dtype == tensors[EMBEDDING].dtype:  # one constant is both
+            tensors = {**tensors, rows: tensors[EMBEDDING]}
         self.tensors = tensors
         self.capacity = capacity
         self.dtype = dtype
-        lowering = Plugin if writer.takes_plugins and recipe.quantized else WeightOnly
-        self.linears = lowering(writer, config, recipe, tensors, dtype)
+        self.linears = lowering_of(recipe, writer.takes_plugins)(writer, config, recipe, tensors, dtype)
 
     def write(self) -> None:
         writer = self.writer
@@ -55,10 +60,8 @@ class DecoderNetwork:
         self._span = writer.input(bindings.SPAN, "int64", (1,))
         wanted = writer.input(bindings.LOGITS_ROWS, "int32", (-1,))
         batch_and_rows = writer.shape(ids)
-        self._sizes = {
-            heads: writer.head_sizes(batch_and_rows, heads, self.config.head_size)
-            for heads in (self.config.num_attention_heads, self.config.num_key_value_heads)
-        }
+        heads = self.config.num_attention_heads + 2 * self.config.num_key_value_heads
+        self._sizes = writer.head_sizes(batch_and_rows, heads, self.config.head_size)
         tables = map(np.ascontiguousarray, rope_tables(self.config, self.capacity))
         self._cos, self._sin = (writer.gather(writer.constant(table), positions) for table in tables)
 
@@ -76,11 +79,11 @@ class DecoderNetwork:
             f"{prefix}attention.qkv", linears.norm(f"{prefix}input_layernorm", x, f"{prefix}attention.qkv")
         )
         attended = linears.smooth(self._attention(i, qkv), f"{prefix}attention.dense")
-        x = self._residual(x, linears.linear(f"{prefix}attention.dense", attended))
+        x = self._residual(x, linears.summed_linear(f"{prefix}attention.dense", attended))
         normed = linears.norm(f"{prefix}post_layernorm", x, f"{prefix}mlp.fc")
         gate, up = linears.linear(f"{prefix}mlp.fc", normed), linears.linear(f"{prefix}mlp.gate", normed)
         activated = linears.silu_mul(gate, up, f"{prefix}mlp.proj")
-        return self._residual(x, linears.linear(f"{prefix}mlp.proj", activated))
+        return self._residual(x, linears.summed_linear(f"{prefix}mlp.proj", activated))
 
     def _residual(self, x, y):
         return self.writer.add(x, self.writer.cast(y, "float32"))
@@ -88,30 +91,32 @@ class DecoderNetwork:
     def _attention(self, i: int, qkv):
         """[batch * rows, qkv_size] -> [batch * rows, heads * head_size], the layer's caches updated."""
         writer, config = self.writer, self.config
-        queries = self._rotated(i, "attention.q_layernorm", self._heads(qkv, 0, config.num_attention_heads))
+        query_heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads = writer.to_heads(qkv, self._sizes)
+        rotated = self._rotated(i, writer.part(heads, 0, query_heads + kv_heads))
+        queries = writer.part(rotated, 0, query_heads)
         queries = writer.multiply(queries, writer.scalar(1 / math.sqrt(config.head_size), 4))
-        first = config.num_attention_heads
-        keys = self._rotated(i, "attention.k_layernorm", self._heads(qkv, first, config.num_key_value_heads))
-        values = self._heads(qkv, first + config.num_key_value_heads, config.num_key_value_heads)
+        keys = writer.part(rotated, query_heads, kv_heads)
+        values = writer.part(heads, query_heads + kv_heads, kv_heads)
         cached = []
-        shape = (-1, config.num_key_value_heads, self.capacity, config.head_size)
+        shape = (-1, kv_heads, self.capacity, config.head_size)
         for (past, present), update in zip(bindings.cache_bindings(i), (keys, values), strict=True):
             cache = writer.input(past, self.dtype, shape)
             updated = writer.update_cache(cache, writer.cast(update, self.dtype), self._past_lengths)
             writer.output(present, updated)
-            # Without the cut TensorRT-RTX copies the whole capacity, once per query head, before it attends.
-            cached.append(writer.first_rows(updated, self._span))
-        attended = writer.attention(writer.cast(queries, self.dtype), *cached, self._lengths)
+            cached.append(updated)
+        # Without the cut TensorRT-RTX copies the whole capacity, once per query head, before it attends. It copies what is cut in
+        # one kernel, which joining asks for, instead of in two.
+        cut = writer.first_rows(writer.join_heads(cached), self._span)
+        keys, values = (writer.part(cut, first, kv_heads) for first in (0, kv_heads))
+        attended = writer.attention(writer.cast(queries, self.dtype), keys, values, self._lengths)
         return writer.from_heads(attended, config.attention_size)
 
-    def _heads(self, qkv, first: int, count: int):
-        """Heads first .. first + count - 1 of qkv, [batch, count, rows, head_size]."""
-        size = self.config.head_size
-        part = self.writer.slice_columns(qkv, first * size, count * size)
-        return self.writer.to_heads(part, self._sizes[count])
-
-    def _rotated(self, i: int, norm: str, x):
-        """RoPE, float32, after the norm over each head where the architecture has one."""
-        if norm in architecture_of(self.config).head_norms:
-            x = self.linears.rms_norm(LAYER_PREFIX.format(i=i) + norm, x, rank=4)
+    def _rotated(self, i: int, x):
+        """RoPE of the heads of q and k, float32, after the norms over each where the architecture has them."""
+        norms = [f"{LAYER_PREFIX.format(i=i)}{norm}.weight" for norm in architecture_of(self.config).head_norms]
+        if norms:
+            counts = self.config.num_attention_heads, self.config.num_key_value_heads
+            weights = [np.tile(self.tensors[norm], (count, 1)) for norm, count in zip(norms, counts, strict=True)]
+            x = self.linears.rms_norm(x, np.concatenate(weights)[None, :, None])
         return self.writer.rotate(self.writer.cast(x, "float32"), self._cos, self._sin)

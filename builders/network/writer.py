@@ -28,6 +28,8 @@ class NetworkWriter:
         self._network = network
         self._add_plugin = add_plugin
         self.constants: list[np.ndarray] = []  # in order; the network refers to their memory until it is compiled
+        self._of_memory: dict[tuple, object] = {}
+        self._scalars: dict[tuple[float, int], object] = {}
 
     def input(self, name: str, dtype: str, shape: Sequence[int]):
         """An input binding; -1 is a size that each pass chooses."""
@@ -38,15 +40,22 @@ class NetworkWriter:
         self._network.mark_output(tensor)
 
     def constant(self, array: np.ndarray, shape: Sequence[int] | None = None):
-        """A constant that refers to the memory of `array`, contiguous; uint16 stands for the bits of bfloat16."""
-        name = "bfloat16" if array.dtype == np.uint16 else str(array.dtype)
-        self.constants.append(array)
-        weights = self._trt.Weights(self._dtype(name), array.ctypes.data, array.size)
-        return self._out(self._network.add_constant(array.shape if shape is None else tuple(shape), weights))
+        """A constant that refers to the memory of `array`, contiguous; uint16 stands for the bits of bfloat16. What has the same
+        memory and shape is one constant."""
+        shape = array.shape if shape is None else tuple(shape)
+        key = array.ctypes.data, shape
+        if key not in self._of_memory:
+            name = "bfloat16" if array.dtype == np.uint16 else str(array.dtype)
+            self.constants.append(array)
+            weights = self._trt.Weights(self._dtype(name), array.ctypes.data, array.size)
+            self._of_memory[key] = self._out(self._network.add_constant(shape, weights))
+        return self._of_memory[key]
 
     def scalar(self, value: float, rank: int):
-        """A float32 constant that broadcasts over tensors of this rank."""
-        return self.constant(np.full((1,) * rank, value, np.float32))
+        """A float32 constant that broadcasts over tensors of this rank; the same is one constant."""
+        if (value, rank) not in self._scalars:
+            self._scalars[value, rank] = self.constant(np.full((1,) * rank, value, np.float32))
+        return self._scalars[value, rank]
 
     def cast(self, x, dtype: str):
         """x itself where it has this dtype already."""
@@ -62,11 +71,15 @@ class NetworkWriter:
         layer.reshape_dims = tuple(shape)
         return self._out(layer)
 
-    def slice_columns(self, x, start: int, count: int):
-        """Columns of x [rows, columns]."""
+    def part(self, x, start: int, count: int):
+        """Columns of x [rows, columns], heads of x [batch, heads, rows, size]."""
         layer = self._network.add_slice(x, (start,), (count,), (1,))
         layer.axes = (1,)
         return self._out(layer)
+
+    def join_heads(self, tensors):
+        """Tensors [batch, heads, rows, size] as one."""
+        return self._joined(tensors, 1)
 
     def first_rows(self, x, count):
         """The first rows of x [batch, heads, capacity, size], as many as the input `count`, int64 [1], says."""
@@ -81,9 +94,7 @@ class NetworkWriter:
 
     def head_sizes(self, batch_and_rows, heads: int, size: int):
         """int64 [4]: batch, rows, heads, size, of batch_and_rows int64 [2]."""
-        layer = self._network.add_concatenation([batch_and_rows, self.constant(np.array([heads, size], np.int64))])
-        layer.axis = 0
-        return self._out(layer)
+        return self._joined([batch_and_rows, self.constant(np.array([heads, size], np.int64))], 0)
 
     def to_heads(self, x, sizes):
         """x [batch * rows, heads * size] -> [batch, heads, rows, size], by `head_sizes`."""
@@ -124,11 +135,42 @@ class NetworkWriter:
         kind = kinds.TRANSPOSE if transpose else kinds.NONE
         return self._out(self._network.add_matrix_multiply(x, kinds.NONE, y, kind))
 
+    def quantize(self, x, scale):
+        """round(x / scale), int8, x and scale float32; halves to even, clipped to -128 .. 127. scale: a constant without axes."""
+        return self._out(self._network.add_quantize(x, scale, self._trt.DataType.INT8))
+
+    def dequantize(self, codes, scale, dtype: str):
+        """codes int8 * scale float32, a constant without axes, as `dtype`."""
+        return self._out(self._network.add_dequantize(codes, scale, self._dtype(dtype)))
+
     def dequantize_rows(self, codes, scale, dtype: str):
         """codes int8 [n, k] * scale float32 [n] of each row, as `dtype`."""
         layer = self._network.add_dequantize(codes, scale, self._dtype(dtype))
         layer.axis = 0
         return self._out(layer)
+
+    def top_indices(self, x, count: int):
+        """The columns of the largest `count` values of each row of x [rows, columns], int32 [rows, count]."""
+        layer = self._network.add_topk(x, self._trt.TopKOperation.MAX, count, 1 << 1)
+        return layer.get_output(1)
+
+    def replace_columns(self, x, columns, values):
+        """x [rows, columns] with values [rows, count] at columns, int32 [rows, count], of the same row."""
+        layer = self._network.add_scatter(x, columns, values, self._trt.ScatterMode.ELEMENT)
+        layer.axis = 1
+        return self._out(layer)
+
+    def sum_over_ranks(self, x, ranks: int):
+        """The sum of every rank's x."""
+        return self._collective(x, "ALL_REDUCE", "SUM", ranks)
+
+    def join_columns(self, x, ranks: int):
+        """Every rank's x [rows, columns] side by side, in the order of ranks."""
+        columns = x.shape[1]
+        layer = self._network.add_shuffle(self._collective(x, "ALL_GATHER", "NONE", ranks))
+        layer.reshape_dims = (ranks, -1, columns)
+        layer.second_transpose = (1, 0, 2)
+        return self.reshape(self._out(layer), (-1, ranks * columns))
 
     def rotate(self, x, cos, sin):
         """RoPE of x [batch, heads, rows, size]: pairs (i, i + size / 2), cos and sin [batch, rows, size / 2]."""
@@ -160,12 +202,27 @@ class NetworkWriter:
         """The outputs of an operation as `quasar_trt.plugins.tensorrt` registers it."""
         return self._add_plugin(self._network, operation, inputs, attributes)
 
+    def _joined(self, tensors, axis: int):
+        layer = self._network.add_concatenation(tensors)
+        layer.axis = axis
+        return self._out(layer)
+
+    def _collective(self, x, operation: str, reduction: str, ranks: int):
+        trt = self._trt
+        kinds = getattr(trt.CollectiveOperation, operation), getattr(trt.ReduceOperation, reduction)
+        layer = self._network.add_dist_collective(x, *kinds, -1, [])
+        layer.num_ranks = ranks
+        layer.metadata = operation  # which the layer itself does not show
+        return self._out(layer)
+
     def _dtype(self, name: str):
         return getattr(self._trt.DataType, _DTYPES[name])
 
     def _elementwise(self, x, y, operation: str):
         return self._out(self._network.add_elementwise(x, y, getattr(self._trt.ElementWiseOperation, operation)))
 
-    @staticmethod
-    def _out(layer):
-        return layer.get_output(0)
+    def _out(self, layer):
+        """The output, under a short name: the names that TensorRT gives are part of a plan, many times over."""
+        tensor = layer.get_output(0)
+        layer.name = tensor.name = str(self._network.num_layers)
+        return tensor

@@ -2,6 +2,7 @@
 //
 // A query's positions are cut into chunks at absolute positions. Each chunk is a softmax of its own, and the chunks are joined
 // in order, so a result depends neither on which queries share the reading of keys and values nor on who computed which chunk.
+// What a query sees is summed by position, wherever it lies: a path through a tree gives the bits of the same path as a chain.
 #pragma once
 #include "exp_body.h"
 #include "kernels.h"
@@ -61,7 +62,7 @@ void softmax_numerators(float* scores, int count, float* partial) {
   partial[1] = reduce_add(sum);
 }
 
-// y += sum over slots [from, to) of a page of p[slot] * value[slot], slots in order.
+// y += sum over slots [from, to) of a page of p[slot - from] * value[slot], slots in order.
 template <int G>
 void weigh_values(const float* p, const uint16_t* values, const uint16_t* ahead, int from, int to, int head, float* y) {
   if (from >= to) return;
@@ -77,7 +78,7 @@ void weigh_values(const float* p, const uint16_t* values, const uint16_t* ahead,
       F v_low, v_high;
       load_bf16_pairs(values + j * 32, v_low, v_high);
       for (int g = 0; g < G; ++g) {
-        const F weight = set1(p[g * kChunk + j]);
+        const F weight = set1(p[g * kChunk + j - from]);
         low[g] = fma(weight, v_low, low[g]);
         high[g] = fma(weight, v_high, high[g]);
       }
@@ -94,11 +95,19 @@ inline int clamp(int x, int low, int high) { return x < low ? low : x > high ? h
 void attend_chunks(const AttentionQuery* queries, int count, const uint16_t* const* keys, const uint16_t* const* values, int head,
                    int begin, int end, float* partials, float* scratch) {
   const int size = partial_size(head), tiles = (count + kTileAttention - 1) / kTileAttention;
-  float *scores = scratch, *packed = scratch + kMaxQueries * kChunk;
+  float *scores = scratch, *elsewhere = scores + kMaxQueries * kChunk, *packed = elsewhere + kMaxQueries * kChunk;
   int first[kMaxQueries + 1], longest = 0;
+  int from = 0, to = 0;  // slots that some query does not see at the position of their number
   for (int t = 0; t <= tiles; ++t) first[t] = count * t / tiles;
   for (int t = 0; t < tiles; ++t) pack_queries(queries + first[t], first[t + 1] - first[t], head, packed + first[t] * head);
-  for (int g = 0; g < count; ++g) longest = queries[g].length > longest ? queries[g].length : longest;
+  for (int g = 0; g < count; ++g) {
+    const auto [q, length, ordered, slots] = queries[g];
+    longest = ordered > longest ? ordered : longest;
+    if (ordered == length) continue;
+    const int last = slots[length - ordered - 1];
+    from = to && from < ordered ? from : ordered;
+    to = last < to ? to : last + 1;
+  }
   const int pages = clamp((longest + kPage - 1) / kPage, 0, end * kChunk / kPage);
   const auto each_tile = [&](const auto& run) {
     for (int t = 0; t < tiles; ++t) with_tile(first[t + 1] - first[t], [&](auto tile) { run(tile, first[t]); });
@@ -107,8 +116,11 @@ void attend_chunks(const AttentionQuery* queries, int count, const uint16_t* con
   for (int chunk = begin; chunk < end; ++chunk) {
     float* partial = partials + static_cast<int64_t>(chunk) * count * size;
     const int start = chunk * kChunk, from_page = start / kPage, to_page = clamp(pages, 0, from_page + kChunk / kPage);
-    int visible[kMaxQueries];
-    for (int g = 0; g < count; ++g) visible[g] = clamp(queries[g].length - start, 0, kChunk);
+    int visible[kMaxQueries], ordered[kMaxQueries];
+    for (int g = 0; g < count; ++g) {
+      visible[g] = clamp(queries[g].length - start, 0, kChunk);
+      ordered[g] = clamp(queries[g].ordered - start, 0, kChunk);
+    }
 
     for (int page = from_page; page < to_page; ++page) {
       const uint16_t* ahead = page + 1 < to_page ? keys[page + 1] : values[from_page];
@@ -117,6 +129,20 @@ void attend_chunks(const AttentionQuery* queries, int count, const uint16_t* con
           score_keys<tile.kQueries>(packed + g * head, keys[page] + slot * head, ahead + slot * head, head,
                                     scores + g * kChunk + page * kPage - start + slot);
         });
+    }
+    // Keys out of order are scored where they lie, for all queries together; then each query takes what it sees.
+    for (int strip = from / kBlock * kBlock; strip < to && start + kChunk > from; strip += kChunk) {
+      for (int slot = strip; slot < to && slot < strip + kChunk; slot += kBlock) {
+        const uint16_t* block = keys[slot / kPage] + slot % kPage * head;
+        each_tile([&](auto tile, int g) {
+          score_keys<tile.kQueries>(packed + g * head, block, block, head, elsewhere + g * kChunk + slot - strip);
+        });
+      }
+      for (int g = 0; g < count; ++g)
+        for (int i = ordered[g]; i < visible[g]; ++i) {
+          const int slot = queries[g].slots[start + i - queries[g].ordered] - strip;
+          if (slot >= 0 && slot < kChunk) scores[g * kChunk + i] = elsewhere[g * kChunk + slot];
+        }
     }
     for (int g = 0; g < count; ++g) {
       float* y = partial + g * size;
@@ -129,15 +155,21 @@ void attend_chunks(const AttentionQuery* queries, int count, const uint16_t* con
       each_tile([&](auto tile, int g) {
         constexpr int G = tile.kQueries;
         int common = kPage;
-        for (int i = g; i < g + G; ++i) common = clamp(visible[i] - at, 0, common);
+        for (int i = g; i < g + G; ++i) common = clamp(ordered[i] - at, 0, common);
         const float* p = scores + g * kChunk + at;
         weigh_values<G>(p, values[page], ahead, 0, common, head, partial + g * size);
         for (int i = 0; i < G; ++i) {  // what only some queries see is read for those alone
-          const int to = clamp(visible[g + i] - at, 0, kPage);
-          weigh_values<1>(p + i * kChunk, values[page], ahead, common, to, head, partial + (g + i) * size);
+          const int own = clamp(ordered[g + i] - at, 0, kPage);
+          weigh_values<1>(p + i * kChunk + common, values[page], ahead, common, own, head, partial + (g + i) * size);
         }
       });
     }
+    for (int g = 0; g < count; ++g)
+      for (int i = ordered[g]; i < visible[g]; ++i) {
+        const int slot = queries[g].slots[start + i - queries[g].ordered];
+        const uint16_t* page = values[slot / kPage];
+        weigh_values<1>(scores + g * kChunk + i, page, page, slot % kPage, slot % kPage + 1, head, partial + g * size);
+      }
   }
 }
 

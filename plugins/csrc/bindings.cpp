@@ -83,8 +83,9 @@ class PyDecoder {
   // `tensors`: packed arrays by name (kept alive here), with "rope.cos" and "rope.sin" [max_seq_len, head / 2] among them.
   // `shape`: sizes, the bits of the layers' activations, and the columns of the Hadamard blocks by name of a linear.
   // `collectives`: those of several ranks, see PyCollectives, or none.
-  PyDecoder(const py::dict& shape, py::dict tensors, int threads, const std::string& isa, const std::optional<py::dict>& collectives)
-      : tensors_(std::move(tensors)) {
+  PyDecoder(const py::dict& shape, py::dict tensors, std::shared_ptr<ThreadPool> pool, const std::string& isa,
+            const std::optional<py::dict>& collectives)
+      : tensors_(std::move(tensors)), pool_(std::move(pool)) {
     const auto number = [&](const char* name) { return py::cast<int>(shape[name]); };
     shape_ = {number("layers"), number("hidden"), number("intermediate"), number("heads"), number("kv_heads"), number("head"),
               number("vocab"), py::cast<float>(shape["norm_epsilon"]), number("rescored"), number("max_rows"), number("max_seq_len"),
@@ -113,16 +114,16 @@ class PyDecoder {
                                 linear("mlp.fc_gate", shape_.hidden),
                                 linear("mlp.proj", shape_.intermediate)});
     }
-    decoder_ = std::make_unique<Decoder>(shape_, std::move(weights), threads, kernels_named(isa),
+    decoder_ = std::make_unique<Decoder>(shape_, std::move(weights), *pool_, kernels_named(isa),
                                          collectives ? std::make_unique<PyCollectives>(*collectives, shape_) : nullptr);
   }
 
   // Logits [sum of logit_rows, vocab] float32, a read-only view that the next step overwrites; no rows on ranks but the first.
-  py::array step(const std::vector<std::tuple<int, int, int>>& parts, const Array<int32_t>& tokens) {
+  py::array step(const std::vector<std::tuple<int, int, int, std::vector<int>>>& parts, const Array<int32_t>& tokens) {
     std::vector<Part> batch;
     int rows = 0, logit_rows = 0;
-    for (const auto& [sequence, count, wanted] : parts) {
-      batch.push_back({sequence, count, wanted});
+    for (const auto& [sequence, count, wanted, parents] : parts) {
+      batch.push_back({sequence, count, wanted, parents});
       rows += count;
       logit_rows += wanted;
     }
@@ -147,6 +148,7 @@ class PyDecoder {
 
  private:
   py::dict tensors_;
+  std::shared_ptr<ThreadPool> pool_;
   DecoderShape shape_;
   std::unique_ptr<Decoder> decoder_;
 };
@@ -241,16 +243,17 @@ PYBIND11_MODULE(_native, m) {
   m.def("linear_w8a8", &linear<int8_t>);
   m.def("linear_w8a16", &linear<int16_t>);
   m.def("linear_bf16", &linear<float>);
-  py::class_<ThreadPool>(m, "ThreadPool").def(py::init<int>());
+  py::class_<ThreadPool, std::shared_ptr<ThreadPool>>(m, "ThreadPool").def(py::init<int>());
   m.def("sum_words", &sum_words_of);
   py::class_<PyDecoder>(m, "Decoder")
-      .def(py::init<const py::dict&, py::dict, int, const std::string&, const std::optional<py::dict>&>())
+      .def(py::init<const py::dict&, py::dict, std::shared_ptr<ThreadPool>, const std::string&, const std::optional<py::dict>&>())
       .def("step", &PyDecoder::step)
       .def("open", [](PyDecoder& d) { return d.cache().open(); })
       .def("fork", [](PyDecoder& d, int sequence) { return d.cache().fork(sequence); })
       .def("close", [](PyDecoder& d, int sequence) { d.cache().close(sequence); })
       .def("length", [](PyDecoder& d, int sequence) { return d.cache().length(sequence); })
       .def("truncate", [](PyDecoder& d, int sequence, int length) { d.cache().truncate(sequence, length); })
+      .def("compact", [](PyDecoder& d, int sequence, int length, const std::vector<int>& path) { d.cache().compact(sequence, length, path); })
       .def("growth", [](PyDecoder& d, int sequence, int count) { return d.cache().growth(sequence, count); })
       .def("bytes_of", [](PyDecoder& d, int64_t positions) { return d.cache().bytes_of(positions); })
       .def_property_readonly("progress", [](PyDecoder& d) { return d.decoder().progress(); })

@@ -38,8 +38,10 @@ struct Weight {
 
 // One query of one head; those computed together share a key/value head of one sequence.
 struct AttentionQuery {
-  const float* q;  // [head], already scaled by 1 / sqrt(head)
-  int length;      // positions 0 .. length - 1 are visible
+  const float* q;    // [head], already scaled by 1 / sqrt(head)
+  int length;        // positions 0 .. length - 1 are visible
+  int ordered;       // of these, positions below this have their key and value in the slot of their own number
+  const int* slots;  // and position ordered + i in slots[i], ascending
 };
 
 constexpr int kMaxQueries = 32;  // computed together
@@ -52,6 +54,9 @@ constexpr int kPage = 64;
 // A query's result for one chunk: values [padded(head, 32)] weighed by exp(score - largest), then the largest score and the sum
 // of the weights, padded.
 inline int partial_size(int head) { return padded(head, 32) + 16; }
+
+// Of each query: the scores of a chunk, those of as many slots out of order, and itself.
+inline int attention_scratch(int head) { return kMaxQueries * (2 * kChunk + head); }
 
 struct Kernels {
   const char* name;
@@ -79,8 +84,8 @@ struct Kernels {
   void (*sums_w8a8)(const Weight&, const int8_t* x, int stride, const RowScale*, int rows, int begin, int end, int32_t* y, int y_stride);
   void (*sums_w8a16)(const Weight&, const int16_t* x, int stride, const RowScale*, int rows, int begin, int end, double* y, int y_stride);
   // Softmax attention of up to kMaxQueries queries over one key/value head, each of the chunks [begin, end) apart: writes those
-  // of partials [chunk][count][partial_size(head)]. keys[i] and values[i] are the pages of positions i * kPage ...;
-  // scratch: kMaxQueries * (kChunk + head) floats.
+  // of partials [chunk][count][partial_size(head)]. keys[i] and values[i] are the pages of slots i * kPage ...;
+  // scratch: attention_scratch(head) floats.
   void (*attend_chunks)(const AttentionQuery* queries, int count, const uint16_t* const* keys, const uint16_t* const* values,
                         int head, int begin, int end, float* partials, float* scratch);
   // out [head] = the attention of one query from its partials, which lie `stride` floats apart and are overwritten.

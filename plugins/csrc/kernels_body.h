@@ -249,8 +249,9 @@ struct TileBf16 {
   }
 };
 
+// One copy for all that call it: inlined twice, as in SiluMul, its accumulators may no longer stay in registers.
 template <int R, class Tile>
-void tile(const Tile& t, int block, int row, F* y) {
+__attribute__((noinline)) void tile(const Tile& t, int block, int row, F* y) {
   t.template run<R>(block, row, y);
   if (t.weight.bias)
     for (int r = 0; r < R; ++r) y[r] = add(y[r], load(t.weight.bias + block * 16));

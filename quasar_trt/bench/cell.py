@@ -42,7 +42,8 @@ class Measurement:
     """One prompt decoded once by one cell.
 
     decode_tokens, decode_seconds: after the first emitted tokens (see the package's definitions).
-    num_verify_steps: passes that emitted tokens, the prompt's last included.
+    num_verify_steps: passes that emitted tokens, the prompt's last included. num_drafts, num_draft_tokens,
+    num_accepted_tokens_per_pos: as in SpeculationMetrics.
     seconds: {"draft", "verify", "accept"} -> time spent there, the prompt's passes counted as verify.
     communication_seconds: of verify, what rank 0 spent in collectives, waiting for other ranks included.
     """
@@ -52,6 +53,9 @@ class Measurement:
     decode_seconds: float
     num_verify_steps: int
     seconds: dict[str, float]
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
     communication_seconds: float = 0.0
 
 
@@ -69,6 +73,9 @@ def measure(runner: Runner, prompt_ids: list[int], sampling_params: SamplingPara
         decode_seconds=clock.seconds,
         num_verify_steps=used.num_verify_steps,
         seconds={"draft": used.draft_seconds, "verify": used.verify_seconds, "accept": used.accept_seconds},
+        num_drafts=used.num_drafts,
+        num_draft_tokens=used.num_draft_tokens,
+        num_accepted_tokens_per_pos=tuple(used.num_accepted_tokens_per_pos),
         communication_seconds=runner.engine.communication_seconds - communicated,
     )
 
@@ -82,8 +89,7 @@ def verify_costs(engine: Engine, context: int = 128, repeats: int = 15) -> dict[
     Leaves out numbers of rows that the engine cannot hold, and shortens `context` to fit its max_seq_len.
     """
 
-    max_rows = engine.capabilities.max_rows
-    numbers = [rows for rows in VERIFY_ROWS if rows < engine.max_seq_len and rows <= max_rows]
+    numbers = [rows for rows in VERIFY_ROWS if rows < engine.max_seq_len and rows <= engine.max_verify_rows]
     sequence = ScratchSequence(engine, min(context, engine.max_seq_len - max(numbers)))
     seconds: dict[int, list[float]] = {rows: [] for rows in numbers}
     for _ in range(repeats):
@@ -96,7 +102,7 @@ def verify_costs(engine: Engine, context: int = 128, repeats: int = 15) -> dict[
 
 
 def peak_memory() -> int:
-    """Highest resident size of this process in bytes.
+    """Highest resident size of this process in bytes, what is on a GPU not counted.
 
     VmHWM where there is one: ru_maxrss may carry the parent's size over from the moment the process was started.
     """
@@ -114,7 +120,7 @@ def _work(connection, engine_dir: Path, runner_options: dict) -> None:
         connection.send(runner.engine.weight_bytes_per_step)
         while (request := connection.recv()) is not None:
             connection.send(measure(runner, *request))
-        connection.send((verify_costs(runner.engine), peak_memory()))
+        connection.send((verify_costs(runner.engine), peak_memory() + runner.engine.device_bytes))
     except QuasarError as error:
         connection.send(error)
 
@@ -133,8 +139,9 @@ class CellHere:
         return measure(self._runner, prompt_ids, sampling_params)
 
     def finish(self) -> tuple[dict[int, float], int]:
-        """As `CellProcess.finish`; the memory is that of all cells."""
-        return verify_costs(self._runner.engine), peak_memory()
+        """As `CellProcess.finish`; the memory of the process is that of all cells."""
+        engine = self._runner.engine
+        return verify_costs(engine), peak_memory() + engine.device_bytes
 
     def __enter__(self) -> CellHere:
         return self
@@ -144,9 +151,12 @@ class CellHere:
 
 
 class CellProcess:
-    """The parent's side of a cell's process; a context manager that ends it."""
+    """The parent's side of a cell's process; a context manager that ends it.
 
-    def __init__(self, cell: Cell, engine_dir: Path, runner_options: dict):
+    cell: anything with a name.
+    """
+
+    def __init__(self, cell, engine_dir: Path, runner_options: dict):
         self.cell = cell
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
@@ -167,7 +177,8 @@ class CellProcess:
         return self._receive((prompt_ids, sampling_params))
 
     def finish(self) -> tuple[dict[int, float], int]:
-        """Ends the work; returns what `verify_costs` says and the process's peak memory in bytes."""
+        """Ends the work; returns what `verify_costs` says and the process's peak memory in bytes, that of the engine's GPU
+        included."""
         return self._receive(None)
 
     def _receive(self, *requests):

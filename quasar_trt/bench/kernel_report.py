@@ -42,10 +42,10 @@ class EngineTimes:
 
 @dataclass(frozen=True)
 class KernelReport:
-    """last_level_cache: in bytes, 0 where unknown. layer: columns that linears read -> output rows of one layer."""
+    """reader: the threads or the GPU that weights are read by. last_level_cache: in bytes, 0 where unknown. layer: columns that linears read -> output rows of one layer."""
 
     options: KernelBenchOptions
-    threads: int
+    reader: str
     last_level_cache: int
     buffer_bytes: int
     layer: dict[int, int]
@@ -72,7 +72,7 @@ class KernelReport:
             "definition": "rate = weight bytes / seconds of a pass; share = rate over the read bandwidth, relative time = over that of one row, both within one repeat; medians over the repeats",
             "environment": describe_machine(),
             "options": dataclasses.asdict(self.options),
-            "threads": self.threads,
+            "reader": self.reader,
             "last_level_cache_bytes": self.last_level_cache,
             "buffer_bytes": self.buffer_bytes,
             "layer": self.layer,
@@ -112,8 +112,8 @@ class KernelReport:
         cache = f"{self.last_level_cache / 2**20:.0f} MiB" if self.last_level_cache else "unknown"
         layer = ", ".join(f"{rows} x {columns}" for columns, rows in self.layer.items())
         return (
-            f"Read bandwidth {statistics.median(self.bandwidth) / 1e9:.1f} GB/s (median, best {max(self.bandwidth) / 1e9:.1f}) with "
-            f"{self.threads} threads; last-level cache {cache}; weights of the linears {self.buffer_bytes / 2**20:.0f} MiB, layers of "
+            f"Read bandwidth {statistics.median(self.bandwidth) / 1e9:.1f} GB/s (median, best {max(self.bandwidth) / 1e9:.1f}) by "
+            f"{self.reader}; last-level cache {cache}; weights of the linears {self.buffer_bytes / 2**20:.0f} MiB, layers of "
             f"{layer}. Medians of {self.options.repeats} repeats (min..max); shares and relative times are taken within a "
             "repeat, because machines are noisy."
         )

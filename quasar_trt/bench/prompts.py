@@ -70,6 +70,20 @@ def load_prompts(path: Path, limit_per_task: int | None = None) -> list[Prompt]:
     return chosen
 
 
+def encode_prompts(prompts: list[Prompt], tokenizer, raw: bool, max_seq_len: int) -> list[EncodedPrompt]:
+    """Through the tokenizer's chat template, or as they are where `raw`. Raises QuasarError for one that leaves no room for an answer."""
+    from quasar_trt.tokenizer import encode, encode_chat
+
+    ids = [encode(tokenizer, prompt.text) if raw else encode_chat(tokenizer, prompt.messages) for prompt in prompts]
+    for number, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True), 1):
+        if not 0 < len(tokens) < max_seq_len:
+            raise QuasarError(
+                f"prompt {number} (task {prompt.task}) has {len(tokens)} tokens; allowed: 1 to {max_seq_len - 1}, one "
+                "less than max_seq_len; shorten it or build with a larger --max-seq-len"
+            )
+    return [EncodedPrompt(prompt.task, tokens) for prompt, tokens in zip(prompts, ids, strict=True)]
+
+
 def _prompt(line: str, where: str) -> Prompt:
     try:
         values = json.loads(line)

@@ -6,6 +6,9 @@ Everything is kept in flat lists indexed by state: a step of drafting must not s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from heapq import nlargest
+
 _COUNTED_LINKS = 8  # states per token whose followers are counted, longest substrings first
 
 # Kinds of followers, for estimates of their acceptance: classes of the match's length, the last one open, by what followed
@@ -117,6 +120,43 @@ class SuffixAutomaton:
                 length = min(length, self.length[state])
         return tokens, kinds
 
+    def advance(self, state: int, length: int, tokens: Iterable[int]) -> tuple[int, int]:
+        """The longest suffix that occurs here of a text whose longest was a state's substring of `length` tokens, once
+        `tokens` have come behind it: (state, length)."""
+        for token in tokens:
+            while state > 0 and token not in self.followers[state]:
+                state = self.link[state]
+                length = self.length[state]
+            target = self.followers[state].get(token)
+            if target is not None:
+                state = target
+                length += 1
+        return state, length
+
+    def branch(self, state: int, length: int, most: int) -> list[tuple[int, int, int, int]]:
+        """What followed a state's substring of `length` tokens before, most frequent first, then what followed its suffixes, up
+        to `most` tokens: (token, kind, the state after it, the length of its match).
+
+        The first one's kind is that of `predict`; those of others are `NUM_KINDS` more, classes of the length by how often
+        the token followed.
+        """
+        found: dict[int, tuple[int, int, int, int]] = {}
+        count = self._count
+        while state > 0 and len(found) < most:
+            after = self.followers[state]
+            if not found and self._best[state] >= 0:
+                token, kind, target = self.predict(state, length)
+                found[token] = token, kind, target, length + 1
+            kind = NUM_KINDS + _LENGTHS[length if length < 9 else 9] * NUM_EVIDENCES
+            for token in nlargest(most, after, key=lambda token, after=after: count[after[token]]):
+                if token >= 0 and token not in found and len(found) < most:
+                    target = after[token]
+                    evidence = min(10 * count[target] // count[state], NUM_EVIDENCES - 1)
+                    found[token] = token, kind + evidence, target, length + 1
+            state = self.link[state]
+            length = min(length, self.length[state])
+        return list(found.values())
+
 
 class Cursor:
     """Follows a text through the automaton of others: `state` and `length` are those of its longest suffix there."""
@@ -133,11 +173,4 @@ class Cursor:
             self.state = automaton.link[self.state]
 
     def advance(self, token: int) -> None:
-        automaton = self.automaton
-        while self.state and token not in automaton.followers[self.state]:
-            self.state = automaton.link[self.state]
-            self.length = automaton.length[self.state]
-        target = automaton.followers[self.state].get(token)
-        if target is not None:
-            self.state = target
-            self.length += 1
+        self.state, self.length = self.automaton.advance(self.state, self.length, (token,))

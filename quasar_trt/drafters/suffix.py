@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 
-from quasar_trt.drafters.automaton import NUM_KINDS, Cursor, SuffixAutomaton
+from quasar_trt.drafters.automaton import NUM_EVIDENCES, NUM_KINDS, Cursor, SuffixAutomaton
 from quasar_trt.drafters.base import NO_DRAFT, Draft, Drafter, DraftRequest, check_num_speculative_tokens
 from quasar_trt.drafters.estimates import AcceptanceEstimates
+from quasar_trt.drafters.tree import likeliest_tree
 from quasar_trt.errors import QuasarError, named_options
 
 _END_OF_TEXT = -1
@@ -30,6 +29,8 @@ _PRIORS = (
     (0.75, 0.85, 0.95, 0.45, 0.30),
     (0.90, 0.95, 0.95, 0.50, 0.50),
 )
+# The same of continuations that are not the first choice; columns: how often they followed.
+_OTHER_PRIORS = (0.01, 0.03, 0.06, 0.05, 0.05), *[(0.08,) * NUM_EVIDENCES] * (len(_PRIORS) - 1)
 
 
 @named_options("suffix drafter option")
@@ -37,15 +38,20 @@ _PRIORS = (
 class SuffixOptions:
     """num_speculative_tokens: the most draft tokens per request and step; None for as many as the engine allows.
 
+    branches: the most continuations of one place that are proposed; drafts are chains where it is 1, and where the engine
+        verifies no trees.
     history_tokens: the most emitted tokens of finished requests that are kept, in which later requests find matches too;
         0 for none. Each takes about a kilobyte of memory.
     """
 
     num_speculative_tokens: int | None = None
+    branches: int = 1
     history_tokens: int = 0
 
     def __post_init__(self):
         check_num_speculative_tokens(self.num_speculative_tokens)
+        if type(self.branches) is not int or self.branches < 1:
+            raise QuasarError(f"branches is {self.branches!r}; allowed: an integer of at least 1")
         if type(self.history_tokens) is not int or self.history_tokens < 0:
             raise QuasarError(f"history_tokens is {self.history_tokens!r}; allowed: an integer of at least 0")
 
@@ -82,7 +88,7 @@ class _Text:
         self.cursors: list[Cursor] = []
         self._generation = 0
 
-    def catch_up(self, history: History, estimates: AcceptanceEstimates) -> None:
+    def catch_up(self, history: History, estimates: AcceptanceEstimates, branches: int) -> None:
         """Takes in what the context has gained, and learns from those of its tokens that were emitted."""
         if self._generation != history.generation:
             self._generation = history.generation
@@ -97,20 +103,24 @@ class _Text:
             token = self.context[position]
             if position >= self.num_prompt_tokens:
                 for automaton, state, length, first_kind in self.matches():
-                    predicted, kind, _ = automaton.predict(state, length)
-                    estimates.count(first_kind + kind, predicted == token)
+                    one = branches == 1
+                    found = [automaton.predict(state, length)] if one else automaton.branch(state, length, branches)
+                    for predicted, kind, *_ in found:
+                        estimates.count(first_kind + kind, predicted == token)
             self.automaton.extend(token)
             for cursor in self.cursors:
                 cursor.advance(token)
 
-    def matches(self) -> Iterator[tuple[SuffixAutomaton, int, int, int]]:
-        """The longest match in the context itself and in the history: (automaton, state, length, first of its kinds)."""
+    def matches(self, ahead: Sequence[int] = ()) -> Iterator[tuple[SuffixAutomaton, int, int, int]]:
+        """The longest match in the context itself and in the history, for what follows the context and the ids `ahead` of it:
+        (automaton, state, length, first of its kinds)."""
         state = self.automaton.link[self.automaton.last]
-        if state > 0:
-            yield self.automaton, state, self.automaton.length[state], 0
-        for cursor in self.cursors:
-            if cursor.state:
-                yield cursor.automaton, cursor.state, cursor.length, NUM_KINDS
+        places = [(self.automaton, state, self.automaton.length[state], 0)]
+        places += [(cursor.automaton, cursor.state, cursor.length, 2 * NUM_KINDS) for cursor in self.cursors]
+        for automaton, begin, num_matched, first_kind in places:
+            state, length = automaton.advance(begin, num_matched, ahead)
+            if state > 0:
+                yield automaton, state, length, first_kind
 
 
 class SuffixDrafter(Drafter):
@@ -119,7 +129,7 @@ class SuffixDrafter(Drafter):
     def __init__(self, options: SuffixOptions):
         self.options = options
         self.num_speculative_tokens = options.num_speculative_tokens
-        priors = [prior for row in _PRIORS for prior in row]
+        priors = [prior for row in (*_PRIORS, *_OTHER_PRIORS) for prior in row]
         self._estimates = AcceptanceEstimates(priors * 2)  # matches in the context, then those in the history
         self._history = History(options.history_tokens)
         self._texts: dict[int, _Text] = {}
@@ -132,15 +142,28 @@ class SuffixDrafter(Drafter):
 
     def _propose_one(self, request: DraftRequest) -> Draft:
         text = self._texts[request.request_id]
-        text.catch_up(self._history, self._estimates)
+        text.catch_up(self._history, self._estimates, self.options.branches)
         best, most = NO_DRAFT, 0.0
-        for automaton, state, length, first_kind in text.matches():
-            tokens, kinds = automaton.follow(state, length, request.limit)
-            estimates = tuple([self._estimates.of[first_kind + kind] for kind in kinds])
-            num_expected_tokens = sum(accumulate(estimates, mul))
+        draft_of = self._tree if self.options.branches > 1 and request.tree else self._chain
+        for automaton, state, length, first_kind in text.matches(request.ahead):
+            draft = draft_of(automaton, state, length, first_kind, request.limit)
+            num_expected_tokens = sum(draft.probabilities)
             if num_expected_tokens > most:
-                best, most = Draft(tuple(tokens), estimates=estimates), num_expected_tokens
+                best, most = draft, num_expected_tokens
         return best
+
+    def _chain(self, automaton: SuffixAutomaton, state: int, length: int, first_kind: int, limit: int) -> Draft:
+        tokens, kinds = automaton.follow(state, length, limit)
+        return Draft(tuple(tokens), estimates=tuple([self._estimates.of[first_kind + kind] for kind in kinds]))
+
+    def _tree(self, automaton: SuffixAutomaton, state: int, length: int, first_kind: int, limit: int) -> Draft:
+        estimates = self._estimates.of
+
+        def continuations(match: tuple[int, int]):
+            for token, kind, *after in automaton.branch(*match, self.options.branches):
+                yield token, estimates[first_kind + kind], after
+
+        return likeliest_tree((state, length), continuations, limit)
 
     def stop(self, request_id: int) -> None:
         text = self._texts.pop(request_id)

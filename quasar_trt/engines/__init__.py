@@ -10,18 +10,26 @@ from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError, unknown
 from quasar_trt.manifest import Manifest
 from quasar_trt.tensor_parallel import check_ranks
+from quasar_trt.tensorrt_llm_stack import LLM_TARGET
 
 
-def _open_cpu(directory: Path, manifest: Manifest, threads: int | None, ranks: Communicator | None = None) -> Engine:
+def _open_cpu(
+    directory: Path,
+    manifest: Manifest,
+    threads: int | None,
+    ranks: Communicator | None = None,
+    beside: Engine | None = None,
+) -> Engine:
     from quasar_trt.engines.cpu import CpuEngine
 
-    if manifest.plan is not None:
+    if manifest.target != "cpu":
         raise QuasarError(
             f"{directory} was built for target '{manifest.target}', engine 'cpu' runs target 'cpu'; on a CPU use engine "
             "'reference', or build it with --target cpu"
         )
     path = directory / f"rank{ranks.rank if ranks else 0}.engine"
-    return CpuEngine(path, max_seq_len=manifest.limits.max_seq_len, threads=threads, ranks=ranks)
+    beside = beside if isinstance(beside, CpuEngine) else None
+    return CpuEngine(path, max_seq_len=manifest.limits.max_seq_len, threads=threads, beside=beside, ranks=ranks)
 
 
 def _open_reference(directory: Path, manifest: Manifest, threads: int | None) -> Engine:
@@ -34,14 +42,37 @@ def _open_reference(directory: Path, manifest: Manifest, threads: int | None) ->
     return ReferenceEngine.from_dir(directory)
 
 
-def _open_tensorrt(directory: Path, manifest: Manifest, threads: int | None) -> Engine:
+def _open_tensorrt(
+    directory: Path, manifest: Manifest, threads: int | None, ranks: Communicator | None = None
+) -> Engine:
     from quasar_trt.engines.tensorrt import TensorRTEngine
 
-    return TensorRTEngine.from_dir(directory)
+    if threads is not None:
+        raise QuasarError(
+            f"threads is {threads}; engine 'tensorrt' has no use for it, its work is the GPU's: leave it out"
+        )
+    return TensorRTEngine.from_dir(directory, ranks)
 
 
-ENGINES = {"cpu": _open_cpu, "reference": _open_reference, "tensorrt": _open_tensorrt}
-OF_SEVERAL_RANKS = ("cpu",)  # those that also take the ranks
+def _open_tensorrt_llm(
+    directory: Path, manifest: Manifest, threads: int | None, ranks: Communicator | None = None
+) -> Engine:
+    from quasar_trt.engines.tensorrt_llm import TensorRTLLMEngine
+
+    if threads is not None:
+        raise QuasarError(
+            f"threads is {threads}; engine 'tensorrt_llm' has no use for it, its work is the GPU's: leave it out"
+        )
+    return TensorRTLLMEngine.from_dir(directory, ranks)
+
+
+ENGINES = {
+    "cpu": _open_cpu,
+    "reference": _open_reference,
+    "tensorrt": _open_tensorrt,
+    "tensorrt_llm": _open_tensorrt_llm,
+}
+OF_SEVERAL_RANKS = ("cpu", "tensorrt", "tensorrt_llm")  # those that also take the ranks
 
 
 def default_engine() -> str:
@@ -54,15 +85,27 @@ def default_engine() -> str:
     return "reference"
 
 
-def open_engine(directory: Path, engine: str = "auto", threads: int | None = None) -> Engine:
+def engine_of(manifest: Manifest) -> str:
+    """What "auto" is for an engine directory."""
+    if manifest.target == "cpu":
+        return default_engine()
+    return "tensorrt_llm" if manifest.target == LLM_TARGET else "tensorrt"
+
+
+def open_engine(
+    directory: Path, engine: str = "auto", threads: int | None = None, beside: Engine | None = None
+) -> Engine:
     """Opens an engine directory after checking its manifest (sizes, format version, header hashes).
 
-    engine: "auto" or a key of `ENGINES`. threads: for the engine's own work, default all cores.
-    Of several ranks rank 0 alone returns, with an engine that all of them run (see `ranks.lead`). Raises QuasarError.
+    engine: a key of `ENGINES`, or "auto" for the one of the directory's target. threads: for the engine's own work, default all
+    cores.
+    beside: an open engine that this one drafts for, never at the same time: they share native threads where both have such.
+    Of several ranks rank 0 alone returns, with an engine that all of them run (see `ranks.lead`), or that it alone runs beside
+    another. Raises QuasarError.
     """
     from quasar_trt.ranks import lead
 
-    leader = lead()
+    leader = None if beside else lead()
     directory = Path(directory)
     if engine != "auto" and engine not in ENGINES:
         raise unknown("engine", engine, ["auto", *ENGINES])
@@ -70,9 +113,11 @@ def open_engine(directory: Path, engine: str = "auto", threads: int | None = Non
         raise QuasarError(f"threads is {threads}; allowed: 1 or more")
     manifest = Manifest.open(directory)
     if engine == "auto":
-        engine = default_engine() if manifest.plan is None else "tensorrt"
+        engine = engine_of(manifest)
     check_ranks(directory, manifest.tp_size, leader.ranks.size if leader else 1)
     if leader is None:
+        if engine == "cpu":
+            return _open_cpu(directory, manifest, threads, beside=beside)
         return ENGINES[engine](directory, manifest, threads)
     if engine not in OF_SEVERAL_RANKS:
         raise QuasarError(

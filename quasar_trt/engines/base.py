@@ -9,12 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
+from quasar_trt.communicator import Communicator
 from quasar_trt.drafters.base import NO_DRAFT, Draft
+from quasar_trt.engines.sequence_sampling import SequenceSampling
 from quasar_trt.machine import available_memory
 from quasar_trt.model_config import ModelConfig
+from quasar_trt.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,12 @@ class Capabilities:
     """What an engine can do; stated, not guessed.
 
     max_rows: rows (tokens) one pass may hold.
-    accepts_inside: the engine applies its own acceptance and ignores the `accept` callback's rule.
+    accepts_inside: the engine samples and accepts by itself, as `sample_as` said, and never calls `accept`.
     tree: drafts may branch.
     hidden_states: the last hidden states of each row can be observed.
     fork: a sequence's cache can be shared with a copy.
     exact: row invariance holds bit for bit, so drafted ids equal plain ids.
+    max_draft_len: the most draft tokens of a sequence in one pass; None for as many as there are rows for.
     """
 
     max_rows: int
@@ -35,6 +40,7 @@ class Capabilities:
     hidden_states: bool
     fork: bool
     exact: bool
+    max_draft_len: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,15 +63,33 @@ class Acceptance:
     """What was accepted of one draft.
 
     emitted: the accepted draft ids, then one recovered or bonus id (absent only when the request finished before it).
-    num_accepted_tokens: how many draft tokens were kept; their cache rows stay, later ones are rolled back.
+    num_accepted_tokens: how many draft tokens were kept; their cache rows stay, the others are rolled back.
+    path: of a tree, the indices of the kept draft tokens, each the parent of the next; of a chain None, the first are kept.
+
+    Of an engine that accepts inside, besides:
+    logits: the model's rows [emitted, vocab] float32 that the emitted ids came from, where the request wants logprobs.
+    error: why the request cannot go on; nothing is emitted then.
     """
 
     emitted: tuple[int, ...]
     num_accepted_tokens: int
+    path: tuple[int, ...] | None = None
+    logits: np.ndarray | None = None
+    error: str | None = None
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """The rows of logits of the last committed and the kept draft tokens, from which the emitted ids came in turn."""
+        return range(self.num_accepted_tokens + 1) if self.path is None else (0, *[index + 1 for index in self.path])
+
+    def after(self, count: int) -> Acceptance:
+        """The same where `count` kept draft tokens come before the draft (see `Draft.after`)."""
+        path = None if self.path is None else (*range(count), *[count + index for index in self.path])
+        return Acceptance(self.emitted, count + self.num_accepted_tokens, path)
 
 
 # (index in the batch, logits [1 + draft tokens, vocab] float32, valid only during the call) -> Acceptance.
-# Row 0 belongs to the last committed token, row i to draft token i - 1.
+# Row 0 belongs to the last committed token, row i to draft token i - 1, whose own path alone it sees.
 Accept = Callable[[int, np.ndarray], Acceptance]
 
 
@@ -75,7 +99,8 @@ class Engine(ABC):
     weight_bytes_per_step: bytes of weights that one pass reads.
     cache_capacity: bytes for caches that the engine has taken once and for all; None where it takes them as they are needed.
     open_bytes: bytes of cache that a sequence holds from the moment it is opened, empty as it is.
-    communication_seconds: that passes have spent in collectives with other ranks so far.
+    device: name of the GPU that it runs on, "" for the processor; device_bytes: of its memory that the engine has taken.
+    communication_seconds: that passes have spent in collectives with other ranks so far, where the engine knows.
     """
 
     config: ModelConfig
@@ -84,11 +109,20 @@ class Engine(ABC):
     weight_bytes_per_step: int
     cache_capacity: int | None = None
     open_bytes: int = 0
+    device: str = ""
+    device_bytes: int = 0
     communication_seconds: float = 0.0
+
+    def join(self, ranks: Communicator) -> None:  # noqa: B027 (most engines have nothing to do)
+        """What the ranks of an engine do together once each has opened its part, before the first pass. Raises QuasarError, on
+        all of them."""
 
     @abstractmethod
     def open(self) -> int:
         """A new empty sequence."""
+
+    def sample_as(self, sequence: int, sampling: SequenceSampling) -> None:  # noqa: B027 (others leave it to `accept`)
+        """How an engine that accepts inside samples the sequence's tokens; greedily before it is told."""
 
     @abstractmethod
     def fork(self, sequence: int) -> int:
@@ -124,19 +158,32 @@ class Engine(ABC):
     def bytes_of(self, num_tokens: int) -> int:
         """Bytes that the cache of a sequence of so many tokens holds when it shares nothing."""
 
+    @property
+    def max_verify_rows(self) -> int:
+        """The most rows of a pass over one sequence all of which are scored."""
+        rows, drafted = min(self.capabilities.max_rows, self.max_seq_len), self.capabilities.max_draft_len
+        return rows if drafted is None else min(rows, 1 + drafted)
+
     @abstractmethod
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         """One pass over `batch`; afterwards each cache holds its committed and accepted tokens, nothing else.
 
+        A tree's tokens take places in the pass and in `max_seq_len` as those of a chain do; what a row sees, and its position
+        for RoPE, are those of its path alone.
+
         Returns one Acceptance per entry (None where needs_logits is False). Raises what `check` raises, and ValueError when
-        `accept` keeps more draft tokens than there were. Whatever is raised, by `accept` too, every sequence is then as it
-        was before.
+        `accept` keeps what is no beginning of a chain or no path of a tree. Whatever is raised, by `accept` too, every
+        sequence is then as it was before.
         """
+
+    def check_params(self, params: SamplingParams) -> None:  # noqa: B027 (rows of logits take every parameter)
+        """Raises QuasarError naming a parameter that an engine that accepts inside cannot apply to every row."""
 
     def check(self, batch: Sequence[SequenceStep]) -> None:
         """Raises ValueError for a pass that this engine cannot run: more rows than `capabilities.max_rows`, a sequence
-        longer than `max_seq_len` or named twice, no committed token, drafts without logits, a branching draft where
-        drafts are chains, an id outside of the vocabulary."""
+        longer than `max_seq_len` or named twice, no committed token, drafts without logits, a draft longer than
+        `capabilities.max_draft_len`, parents that are no tree, or no chain where drafts are chains, an id outside of the
+        vocabulary."""
         rows = sum(len(entry.tokens) + len(entry.draft.ids) for entry in batch)
         if rows > self.capabilities.max_rows:
             raise ValueError(f"the pass has {rows} rows; this engine allows {self.capabilities.max_rows}")
@@ -148,9 +195,17 @@ class Engine(ABC):
                 raise ValueError(f"sequence {entry.sequence} brings no committed token")
             if drafted and not entry.needs_logits:
                 raise ValueError(f"sequence {entry.sequence} brings draft tokens but needs no logits")
-            parents = entry.draft.parents
-            if parents is not None and not self.capabilities.tree and list(parents) != list(range(-1, drafted - 1)):
-                raise ValueError(f"draft parents {parents} are no chain; this engine verifies chains only")
+            most = self.capabilities.max_draft_len
+            if most is not None and drafted > most:
+                raise ValueError(f"sequence {entry.sequence} brings {drafted} draft tokens; this engine allows {most}")
+            if entry.draft.is_tree:
+                parents = entry.draft.parents
+                if not self.capabilities.tree:
+                    raise ValueError(f"draft parents {parents} are no chain; this engine verifies chains only")
+                if len(parents) != drafted or any(not -1 <= parent < i for i, parent in enumerate(parents)):
+                    raise ValueError(
+                        f"draft parents {parents} are no tree of {drafted} tokens, parents before children"
+                    )
             length = self.length(entry.sequence) + len(entry.tokens) + drafted
             if length > self.max_seq_len:
                 raise ValueError(f"sequence {entry.sequence} would hold {length} tokens; allowed: {self.max_seq_len}")
@@ -161,7 +216,13 @@ class Engine(ABC):
 
 
 def checked_acceptance(acceptance: Acceptance, draft: Draft) -> Acceptance:
-    """Raises ValueError when it keeps more draft tokens than there are."""
-    if not 0 <= acceptance.num_accepted_tokens <= len(draft.ids):
-        raise ValueError(f"{acceptance.num_accepted_tokens} accepted tokens of {len(draft.ids)} draft tokens")
+    """Raises ValueError when it keeps more draft tokens than there are, or of a tree another number than its path has, or
+    a path that is none."""
+    count, path = acceptance.num_accepted_tokens, acceptance.path or ()
+    if not 0 <= count <= len(draft.ids):
+        raise ValueError(f"{count} accepted tokens of {len(draft.ids)} draft tokens")
+    if draft.is_tree:
+        is_path = all(index in draft.children(before) for before, index in pairwise((-1, *path)))
+        if len(path) != count or not is_path:
+            raise ValueError(f"{path} is no path of {count} accepted tokens; the draft's parents are {draft.parents}")
     return acceptance

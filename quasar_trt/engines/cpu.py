@@ -39,22 +39,26 @@ class CpuEngine(Engine):
         *,
         max_seq_len: int,
         threads: int | None = None,
+        beside: CpuEngine | None = None,
         isa: str = "",
         max_rows: int = MAX_ROWS,
         ranks: Communicator | None = None,
     ):
         """Maps `path`, a `rank{r}.engine`.
 
-        threads: native threads, default all cores of the process, shared with ranks that may run on them too. isa: one of
-        `native.isa_names()`, "" for the best here. ranks: those of a tensor parallel engine, each of which opens its own file.
-        They take every step together; rank 0 alone has logits.
+        threads: native threads, default all cores of the process, shared with ranks that may run on them too. beside: an engine
+        whose threads it shares instead of starting its own; the two are never used at once. isa: one of `native.isa_names()`,
+        "" for the best here. ranks: those of a tensor parallel engine, each of which opens its own file. They take every step
+        together; rank 0 alone has logits.
         Raises QuasarError for a file of another layout or another rank, or a machine without the native extension.
         """
         if native.UNAVAILABLE:
             raise QuasarError(f"engine 'cpu' cannot run: {native.UNAVAILABLE}")
         if isa and isa not in native.isa_names():
             raise unknown("instruction set", isa, native.isa_names())
-        if threads is None:
+        if beside:
+            threads = beside.threads
+        elif threads is None:
             threads = max(1, usable_cpus() // (ranks.num_sharing if ranks else 1))
         if threads < 1:
             raise QuasarError(f"threads is {threads}; allowed: 1 or more")
@@ -64,7 +68,7 @@ class CpuEngine(Engine):
         self.threads = threads
         self.isa = isa or native.isa_names()[0]
         self.capabilities = Capabilities(
-            max_rows=max_rows, accepts_inside=False, tree=False, hidden_states=False, fork=True, exact=True
+            max_rows=max_rows, accepts_inside=False, tree=True, hidden_states=False, fork=True, exact=True
         )
         tensors = map_tensors(path)
         self.weight_bytes_per_step = sum(
@@ -90,7 +94,8 @@ class CpuEngine(Engine):
             "vocab_share": self.config.logits_size,
         }
         try:
-            self._decoder = native.decoder(shape, tensors, threads, self.isa, ranks and ranks.collectives)
+            self._pool = beside._pool if beside else native.thread_pool(threads)
+            self._decoder = native.decoder(shape, tensors, self._pool, self.isa, ranks and ranks.collectives)
         except RuntimeError as error:  # the system's limit of threads or memory
             raise QuasarError(f"cannot start {threads} threads ({error}); ask for fewer with threads") from None
         if ranks:
@@ -131,14 +136,17 @@ class CpuEngine(Engine):
         for entry in batch:
             lengths.append(self.length(entry.sequence))
             drafted = len(entry.draft.ids)
-            parts.append((entry.sequence, len(entry.tokens) + drafted, 1 + drafted if entry.needs_logits else 0))
+            parents = entry.draft.parents if entry.draft.is_tree else ()
+            parts.append(
+                (entry.sequence, len(entry.tokens) + drafted, 1 + drafted if entry.needs_logits else 0, parents)
+            )
             tokens += entry.tokens
             tokens += entry.draft.ids
         logits = self._decoder.step(parts, np.array(tokens, np.int32))
         acceptances: list[Acceptance | None] = []
         row = 0
         try:
-            for index, (entry, (_, _, wanted)) in enumerate(zip(batch, parts, strict=True)):
+            for index, (entry, (_, _, wanted, _)) in enumerate(zip(batch, parts, strict=True)):
                 rows = logits[row : row + wanted]
                 row += wanted
                 acceptances.append(checked_acceptance(accept(index, rows), entry.draft) if wanted else None)
@@ -148,7 +156,11 @@ class CpuEngine(Engine):
             raise
         for entry, length, acceptance in zip(batch, lengths, acceptances, strict=True):
             if acceptance is not None and acceptance.num_accepted_tokens < len(entry.draft.ids):
-                self.truncate(entry.sequence, length + len(entry.tokens) + acceptance.num_accepted_tokens)
+                committed = length + len(entry.tokens)
+                if entry.draft.is_tree:
+                    self._decoder.compact(entry.sequence, committed, acceptance.path or ())
+                else:
+                    self.truncate(entry.sequence, committed + acceptance.num_accepted_tokens)
         return acceptances
 
 

@@ -26,6 +26,7 @@ class LeaderEngine(Engine):
         self.weight_bytes_per_step = engine.weight_bytes_per_step
         self.cache_capacity = engine.cache_capacity
         self.open_bytes = engine.open_bytes
+        self.device, self.device_bytes = engine.device, engine.device_bytes
         self.threads = getattr(engine, "threads", None)
         self.isa = getattr(engine, "isa", None)
         self.hosts = leader.ranks.hosts

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quasar_trt.manifest import Limits
+from quasar_trt.model_config import ModelConfig
 
 INPUT_IDS = "input_ids"  # int32 [batch, rows]
 POSITIONS = "positions"  # int32 [batch, rows]
@@ -16,7 +17,7 @@ PAST_LENGTHS = "past_lengths"  # int32 [batch]: tokens that a slot holds before 
 KEY_VALUE_LENGTHS = "key_value_lengths"  # int32 [batch]: past length + rows
 SPAN = "span"  # int64 [1] in host memory: the largest of the lengths above, what attention reads of every slot
 LOGITS_ROWS = "logits_rows"  # int32 [wanted]: which of the batch * rows rows have logits
-LOGITS = "logits"  # [wanted, vocab]
+LOGITS = "logits"  # [wanted, vocab], of the whole vocabulary on every rank
 
 
 def cache_bindings(layer: int) -> tuple[tuple[str, str], tuple[str, str]]:
@@ -42,14 +43,30 @@ class PlanSizes:
 
     @property
     def capacity(self) -> int:
-        """Tokens of a slot: the last rows of a pass may be padding behind the longest sequence."""
-        return self.limits.max_seq_len + self.limits.max_draft_len + 1
+        """Tokens of a slot: the last rows of a pass may be padding behind the longest sequence. A multiple of 64, so that slots
+        begin at multiples of 256 bytes, as TensorRT wants addresses."""
+        return -(-(self.limits.max_seq_len + self.limits.max_draft_len + 1) // 64) * 64
+
+    def cache_bytes(self, config: ModelConfig) -> int:
+        """Of the keys and values of all slots, BF16, of one rank's `config`."""
+        slot = config.num_key_value_heads * self.capacity * config.head_size
+        return 2 * 2 * config.num_hidden_layers * self.limits.max_batch_size * slot
 
     @property
     def verify(self) -> PassSizes:
         """The usual pass: every slot with a token and its draft."""
         rows = self.limits.max_draft_len + 1
         return PassSizes(self.limits.max_batch_size, rows, self.limits.max_batch_size * rows)
+
+    @property
+    def profiles(self) -> tuple[PassSizes, ...]:
+        """The largest pass of each optimization profile of a plan that has several: verifying in one slot, verifying in all, and a
+        chunk of a prompt. A pass belongs to the first that holds it."""
+        rows = self.verify.rows
+        sizes = [PassSizes(1, rows, rows), self.verify]
+        if self.prefill_rows > rows:
+            sizes.append(PassSizes(1, self.prefill_rows, self.prefill_rows))
+        return tuple(dict.fromkeys(sizes))
 
     @property
     def largest(self) -> PassSizes:

@@ -1,4 +1,4 @@
-"""The reference engine: plain torch, on CPU or CUDA, the oracle for every other engine.
+"""The reference engine: plain torch, with the Triton operations on CUDA; the oracle for every other engine.
 
 Only weights and the KV cache are rounded to BF16; the residual stream, norms, attention and everything else stay in the
 model's dtype. Row invariance holds up to float rounding, not bit for bit.
@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from torch.nn import functional
 from quasar_trt.architectures import architecture_of, hadamard_blocks
 from quasar_trt.checkpoint import LAYER_PREFIX, Checkpoint, below_layer
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
+from quasar_trt.engines.tree_mask import depths, visible_rows
+from quasar_trt.errors import QuasarError
+from quasar_trt.machine import missing
 from quasar_trt.manifest import Manifest
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins import reference as ops
@@ -30,6 +34,18 @@ from quasar_trt.tensor_parallel import check_ranks
 from quasar_trt.tensorfile import map_tensors
 
 Observe = Callable[[str, Tensor], None]
+
+
+def operations_for(device: torch.device) -> ModuleType:
+    """The quantized operations for tensors of a device: a module with the names of `quasar_trt.plugins.reference`. Raises
+    QuasarError where those for CUDA lack Triton."""
+    if device.type != "cuda":
+        return ops
+    try:
+        from quasar_trt.plugins import triton
+    except ImportError as error:
+        raise QuasarError(f"device is {device}; its operations need Triton: {error}; {missing('triton')}") from None
+    return triton
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -69,6 +85,14 @@ class KVCache:
         storage = self.keys[0].untyped_storage()
         return storage.data_ptr(), storage.nbytes()
 
+    def compact(self, length: int, path: Sequence[int]) -> KVCache:
+        """A cache of the first `length` tokens and those at `length` + each of `path`."""
+        kept = torch.tensor([*range(length), *[length + index for index in path]], device=self.keys[0].device)
+        other = object.__new__(KVCache)
+        other.keys = [keys[:, kept] for keys in self.keys]
+        other.values = [values[:, kept] for values in self.values]
+        return other
+
     def first(self, length: int) -> KVCache:
         """A cache of the first `length` tokens, sharing this one's tensors."""
         other = object.__new__(KVCache)
@@ -78,6 +102,8 @@ class KVCache:
 
 
 Batch = Sequence[tuple[Sequence[int], KVCache]]  # new ids of a sequence, and what it has cached
+# Of each sequence of a batch: the parents of its last new ids where they are a tree (see `Draft.parents`), else empty.
+Parents = Sequence[Sequence[int]]
 
 
 class ReferenceModel:
@@ -88,6 +114,7 @@ class ReferenceModel:
     observe: called as observe(name, x) with the float input x [rows, in_features] of every linear of the layers before it
         is quantized; name is the checkpoint name without ".weight".
     blocks: columns of Hadamard blocks as `hadamard_blocks` gives them, the configuration's own when None.
+    operations: of quantized linears, with the names of `quasar_trt.plugins.reference`; those for the tensors' device when None.
     """
 
     def __init__(
@@ -98,6 +125,7 @@ class ReferenceModel:
         dtype: torch.dtype = torch.float32,
         observe: Observe | None = None,
         blocks: Mapping[str, int] | None = None,
+        operations: ModuleType | None = None,
     ):
         self.config = config
         self.recipe = recipe
@@ -106,6 +134,7 @@ class ReferenceModel:
         self.tensors = tensors
         self.device = next(iter(tensors.values())).device
         self._blocks = hadamard_blocks(config, recipe) if blocks is None else blocks
+        self._operations = operations_for(self.device) if operations is None else operations
         self._head_norms = bool(architecture_of(config).head_norms)
         self._cos = self._sin = torch.empty(0, config.head_size // 2, device=self.device)
 
@@ -119,14 +148,16 @@ class ReferenceModel:
         return self.logits(self.hidden_states([(ids, self.new_cache())]))
 
     @torch.no_grad()
-    def hidden_states(self, batch: Batch) -> Tensor:
+    def hidden_states(self, batch: Batch, parents: Parents | None = None) -> Tensor:
         """Runs the layers over new ids of several sequences, packed into rows one sequence after the other.
 
         Extends each cache by its ids. Returns the states after the final norm, [rows, hidden_size].
         """
-        x, rotations = self.embed(batch), self.rotations(batch)
+        x, rotations = self.embed(batch), self.rotations(batch, parents)
+        trees = parents or [()] * len(batch)
+        masks = [visible_rows(len(ids), each) for (ids, _), each in zip(batch, trees, strict=True)]
         for i in range(self.config.num_hidden_layers):
-            x = self.layer(i, x, batch, rotations)
+            x = self.layer(i, x, batch, rotations, masks)
         return self._norm("transformer.ln_f", x)
 
     def embed(self, batch: Batch) -> Tensor:
@@ -135,12 +166,17 @@ class ReferenceModel:
         return self.tensors["transformer.vocab_embedding.weight"][ids].to(self.dtype)
 
     @torch.no_grad()
-    def layer(self, i: int, x: Tensor, batch: Batch, rotations: tuple[Tensor, Tensor]) -> Tensor:
-        """Runs layer i over packed rows x [rows, hidden_size] and extends its part of each cache."""
+    def layer(
+        self, i: int, x: Tensor, batch: Batch, rotations: tuple[Tensor, Tensor], masks: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        """Runs layer i over packed rows x [rows, hidden_size] and extends its part of each cache.
+
+        masks: of each sequence, which new rows (columns) each new row sees, [rows, rows] bool; None for all up to itself.
+        """
         prefix = LAYER_PREFIX.format(i=i)
         normed = self._norm(f"{prefix}input_layernorm", x)
         qkv = self._linear(f"{prefix}attention.qkv", normed)
-        x = x + self._linear(f"{prefix}attention.dense", self._attention(i, qkv, *rotations, batch))
+        x = x + self._linear(f"{prefix}attention.dense", self._attention(i, qkv, rotations, batch, masks))
         normed = self._norm(f"{prefix}post_layernorm", x)
         gate, up = self._linear(f"{prefix}mlp.fc", normed), self._linear(f"{prefix}mlp.gate", normed)
         return x + self._linear(f"{prefix}mlp.proj", ops.silu_mul(gate, up).to(self.dtype))
@@ -152,8 +188,8 @@ class ReferenceModel:
             exact = functional.linear(hidden_states, self.tensors["lm_head.weight"].to(self.dtype)).float()
             if self.recipe.lm_head != "rescored":
                 return exact
-        q, scale = ops.quantize_16(hidden_states)
-        logits = ops.w8a16_linear(q, scale, *self._int8_head)
+        q, scale = self._operations.quantize_16(hidden_states)
+        logits = self._operations.w8a16_linear(q, scale, *self._int8_head)
         if self.recipe.lm_head == "rescored":
             best = logits.sort(dim=1, descending=True, stable=True).indices[:, :RESCORED]
             logits.scatter_(1, best, exact.gather(1, best))
@@ -166,7 +202,7 @@ class ReferenceModel:
         return (
             ops.quantize_8(weight)
             if self.recipe.lm_head == "rescored"
-            else (weight, self.tensors["lm_head.per_channel_scale"])
+            else (weight, self.tensors["lm_head.per_channel_scale"].flatten())
         )
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
@@ -179,18 +215,25 @@ class ReferenceModel:
         weight, bias = self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
         if not self.recipe.quantizes(name):
             return functional.linear(x, weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
-        bits = self.recipe.activations
-        smoother = self.tensors.get(f"{name}.smoother")
-        if smoother is None:
-            q, scale = ops.QUANTIZE[bits](x)
+        bits = self.recipe.activation_bits(name)
+        smoother, block = self.tensors.get(f"{name}.smoother"), self._blocks.get(below_layer(name), 0)
+        inverse = None if smoother is None else 1.0 / smoother.flatten()
+        if self.recipe.is_static(name):
+            y = x if inverse is None else ops.smooth(x, inverse, block)
+            q, scale = ops.quantize_static(y, self.tensors[f"{name}.act_scale"])
+        elif inverse is None:
+            q, scale = self._operations.QUANTIZE[bits](x)
         else:
-            q, scale = ops.smooth_quantize(x, 1.0 / smoother, self._blocks.get(below_layer(name), 0), bits)
-        return ops.LINEAR[bits](q, scale, weight, self.tensors[f"{name}.per_channel_scale"], bias).to(self.dtype)
+            q, scale = self._operations.smooth_quantize(x, inverse, block, bits)
+        weight_scale = self.tensors[f"{name}.per_channel_scale"].flatten()
+        return self._operations.LINEAR[bits](q, scale, weight, weight_scale, bias).to(self.dtype)
 
-    def rotations(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def rotations(self, batch: Batch, parents: Parents | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin of the packed rows, each [rows, 1, head_size / 2]; the tables grow as positions ask for it."""
-        starts = [cache.length for _, cache in batch]
-        positions = torch.cat([torch.arange(s, s + len(t)) for s, (t, _) in zip(starts, batch, strict=True)])
+        trees = parents or [()] * len(batch)
+        positions = torch.cat(
+            [cache.length + depths(len(ids), each) for (ids, cache), each in zip(batch, trees, strict=True)]
+        )
         needed = int(positions.max()) + 1
         if needed > len(self._cos):
             tables = rope_tables(self.config, 2 * needed)
@@ -198,7 +241,7 @@ class ReferenceModel:
         positions = positions.to(self.device)
         return self._cos[positions, None], self._sin[positions, None]
 
-    def _attention(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, batch) -> Tensor:
+    def _attention(self, layer: int, qkv: Tensor, rotations, batch: Batch, masks: Sequence[Tensor] | None) -> Tensor:
         """Causal grouped-query attention of each sequence over its own cache: [rows, qkv_size] -> [rows, heads * head_size]."""
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         qkv = qkv.view(len(qkv), heads + 2 * kv_heads, self.config.head_size)
@@ -207,13 +250,14 @@ class ReferenceModel:
             prefix = LAYER_PREFIX.format(i=layer)
             queries = self._norm(f"{prefix}attention.q_layernorm", queries)
             keys = self._norm(f"{prefix}attention.k_layernorm", keys)
-        queries, keys = _rotate(queries, cos, sin), _rotate(keys, cos, sin)
+        queries, keys = _rotate(queries, *rotations), _rotate(keys, *rotations)
         outputs = []
         counts = [len(tokens) for tokens, _ in batch]
-        split = zip(batch, queries.split(counts), keys.split(counts), values.split(counts), strict=True)
-        for (_, cache), q, k, v in split:
+        masks = masks or [visible_rows(count) for count in counts]
+        split = zip(batch, queries.split(counts), keys.split(counts), values.split(counts), masks, strict=True)
+        for (_, cache), q, k, v, mask in split:
             all_keys, all_values = cache.extend(layer, k.transpose(0, 1), v.transpose(0, 1))
-            outputs.append(_attend(q, all_keys.to(self.dtype), all_values.to(self.dtype)))
+            outputs.append(_attend(q, all_keys.to(self.dtype), all_values.to(self.dtype), mask.to(q.device)))
         return torch.cat(outputs)
 
 
@@ -223,19 +267,20 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """queries [rows, heads, size] are the last rows of the sequence; keys and values [kv heads, length, size]."""
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+    """queries [rows, heads, size] are the last rows of the sequence, and see of each other what `visible` [rows, rows] says;
+    keys and values [kv heads, length, size]."""
     rows, heads, size = queries.shape
     kv_heads, length, _ = keys.shape
     queries = queries.view(rows, kv_heads, heads // kv_heads, size).permute(1, 2, 0, 3)  # [kv, group, rows, size]
     scores = (queries @ keys[:, None].transpose(-1, -2)).float() / math.sqrt(size)
-    later = torch.ones(rows, length, dtype=torch.bool, device=keys.device).triu(length - rows + 1)
-    weights = scores.masked_fill(later, -torch.inf).softmax(dim=-1).to(values.dtype)
+    scores[..., length - rows :].masked_fill_(~visible, -torch.inf)
+    weights = scores.softmax(dim=-1).to(values.dtype)
     return (weights @ values[:, None]).permute(2, 0, 1, 3).reshape(rows, heads * size)
 
 
 class ReferenceEngine(Engine):
-    """`ReferenceModel` behind the engine interface; drafts are chains."""
+    """`ReferenceModel` behind the engine interface."""
 
     def __init__(
         self, model: ReferenceModel, *, max_seq_len: int, max_rows: int = 512, kv_dtype: torch.dtype = torch.bfloat16
@@ -244,7 +289,7 @@ class ReferenceEngine(Engine):
         self.config = model.config
         self.max_seq_len = max_seq_len
         self.capabilities = Capabilities(
-            max_rows=max_rows, accepts_inside=False, tree=False, hidden_states=False, fork=True, exact=False
+            max_rows=max_rows, accepts_inside=False, tree=True, hidden_states=False, fork=True, exact=False
         )
         self.weight_bytes_per_step = sum(
             tensor.nbytes
@@ -264,7 +309,8 @@ class ReferenceEngine(Engine):
         kv_dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cpu",
     ) -> ReferenceEngine:
-        """Opens the checkpoint inside an engine directory. Raises QuasarError when it is not whole, or has several ranks."""
+        """Opens the checkpoint inside an engine directory. Raises QuasarError when it is not whole, or has several ranks, and for
+        a CUDA device without Triton."""
         manifest = Manifest.open(engine_dir)
         check_ranks(engine_dir, manifest.tp_size)
         checkpoint = Checkpoint.open(Path(engine_dir) / "checkpoint")
@@ -320,7 +366,8 @@ class ReferenceEngine(Engine):
         caches = [self._cache(entry.sequence) for entry in batch]
         extended = [cache.first(cache.length) for cache in caches]
         rows = [(*entry.tokens, *entry.draft.ids) for entry in batch]
-        states = self.model.hidden_states(list(zip(rows, extended, strict=True))).split([len(ids) for ids in rows])
+        parents = [entry.draft.parents if entry.draft.is_tree else () for entry in batch]
+        states = self.model.hidden_states(list(zip(rows, extended, strict=True)), parents).split(list(map(len, rows)))
         acceptances: list[Acceptance | None] = []
         kept: list[KVCache] = []
         for index, entry in enumerate(batch):
@@ -330,7 +377,11 @@ class ReferenceEngine(Engine):
                 acceptance = checked_acceptance(accept(index, logits.cpu().numpy()), entry.draft)
                 drafted = acceptance.num_accepted_tokens
             acceptances.append(acceptance)
-            kept.append(extended[index].first(caches[index].length + len(entry.tokens) + drafted))
+            committed = caches[index].length + len(entry.tokens)
+            if parents[index]:
+                kept.append(extended[index].compact(committed, acceptance.path or ()))
+            else:
+                kept.append(extended[index].first(committed + drafted))
         self._caches.update((entry.sequence, cache) for entry, cache in zip(batch, kept, strict=True))
         return acceptances
 

@@ -10,9 +10,12 @@ from quasar_trt.builders import calibrate
 from quasar_trt.builders.build import build
 from quasar_trt.builders.cpu_target import compile_cpu
 from quasar_trt.builders.estimate import Estimate, estimate
+from quasar_trt.engines.plan_bindings import PlanSizes
+from quasar_trt.manifest import Limits
 from quasar_trt.recipe import Recipe
 from quasar_trt.tensorfile import read_header
 
+LIMITS = Limits(max_batch_size=4, max_seq_len=100, max_draft_len=3)
 RECIPES = {
     "default": Recipe(),
     "mixed": Recipe(exclude=("transformer.layers.0.*", "*.mlp.proj"), lm_head="rescored"),
@@ -52,22 +55,32 @@ def test_what_costs_memory_counts(monkeypatch):
     config = model_config(tiny_model("LlamaForCausalLM", hidden_size=768, intermediate_size=2048, vocab_size=400))
 
     def memory(recipe: Recipe, tokens: int = 4096) -> int:
-        return estimate(config, recipe, 1, tokens).memory
+        return estimate(config, recipe, 1, tokens, LIMITS).memory
 
     assert memory(Recipe("none")) < memory(Recipe(rounding="nearest")) < memory(Recipe())
     assert memory(Recipe(), 4096) < memory(Recipe(), 8192)
     wide = 3 * 4 * 2048**2  # the second moment of the inputs of mlp.proj, its order and its factor
     assert memory(Recipe()) - memory(Recipe(rounding="nearest")) == wide
-    assert estimate(config, Recipe(), 1, 1).scratch > 0
+    assert estimate(config, Recipe(), 1, 1, LIMITS).scratch > 0
     monkeypatch.setattr(calibrate, "_WRITES_ITSELF", 0)
-    assert estimate(config, Recipe(), 1, 1).scratch == 0
+    assert estimate(config, Recipe(), 1, 1, LIMITS).scratch == 0
 
 
 def test_plans_take_the_disk_of_their_weights_and_memory_to_compile_them():
     config = model_config(tiny_model("LlamaForCausalLM", hidden_size=768, intermediate_size=2048, vocab_size=400))
-    one, two = (estimate(config, Recipe(activations=16), 1, 1, plans) for plans in (1, 2))
+    recipe = Recipe(activations=16, lm_head="bf16")
+    one, two = (estimate(config, recipe, 1, 1, LIMITS, plans) for plans in (1, 2))
     assert (one.engine, two.engine) == (one.checkpoint, 2 * one.checkpoint)
     assert one.memory == two.memory > 3 * one.checkpoint
+    tokens = LIMITS.max_batch_size * PlanSizes(LIMITS, 1).capacity
+    kept = tokens * 2 * 2 * config.num_hidden_layers * config.kv_size  # bytes of keys and values in BF16
+    assert one.gpu_memory == two.gpu_memory == one.checkpoint + kept
+    rescored = estimate(config, Recipe(activations=16), 1, 1, LIMITS, 1)
+    assert rescored.engine - one.engine == 400 * (768 + 4)
+    of_two_ranks = estimate(config, recipe, 2, 1, LIMITS, 1)
+    assert of_two_ranks.gpu_memory == of_two_ranks.checkpoint // 2 + kept // 2
+    whole, half = (estimate(config, Recipe("none"), ranks, 1, LIMITS, 1).memory for ranks in (1, 2))
+    assert half < whole  # one rank's plan is compiled at a time
 
 
 def test_an_estimate_is_one_line_in_gigabytes():
@@ -76,3 +89,5 @@ def test_an_estimate_is_one_line_in_gigabytes():
     assert str(needs) == text
     needs = Estimate(checkpoint=1_500_000_000, engine=1_240_000_000, scratch=2_200_000_000, memory=2_060_000_000)
     assert str(needs) == f"{text}, 2.20 GB more while it writes text"
+    needs = Estimate(1_500_000_000, 1_240_000_000, 0, 2_060_000_000, gpu_memory=3_000_000_000)
+    assert str(needs) == f"{text}, to run 3.00 GB of GPU memory for each rank"

@@ -218,7 +218,7 @@ def known_report() -> KernelReport:
     bf16 = curve("bf16: step", 200e6, {1: [0.025, 0.025], 5: [0.0285, 0.0225]})
     return KernelReport(
         options=KernelBenchOptions(rows=(1, 5), repeats=2),
-        threads=2,
+        reader="2 threads",
         last_level_cache=32 << 20,
         buffer_bytes=256 << 20,
         layer={576: 4608, 1536: 576},
@@ -274,7 +274,7 @@ def test_tables_of_a_known_run():
         ],
     }
     assert report.summary().startswith(
-        "Read bandwidth 9.0 GB/s (median, best 10.0) with 2 threads; last-level cache 32 MiB"
+        "Read bandwidth 9.0 GB/s (median, best 10.0) by 2 threads; last-level cache 32 MiB"
     )
     console = Console(width=80, file=io.StringIO())
     for table in report.tables():

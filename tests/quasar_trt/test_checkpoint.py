@@ -9,7 +9,7 @@ import pytest
 from tiny import tiny_checkpoint, write_engine_dir
 
 from quasar_trt.architectures import hadamard_blocks
-from quasar_trt.checkpoint import OWN_ARCHITECTURE, Checkpoint, checkpoint_config, checkpoint_spec
+from quasar_trt.checkpoint import OWN_ARCHITECTURE, Checkpoint, checkpoint_config, checkpoint_spec, stock_obstacles
 from quasar_trt.engines.cpu_layout import packed_spec
 from quasar_trt.errors import QuasarError
 from quasar_trt.plugins.packing import packed_shape
@@ -63,28 +63,40 @@ def test_a_foreign_config_is_refused(directory, text):
         Checkpoint.open(directory)
 
 
+LLAMA, OURS = "LlamaForCausalLM", OWN_ARCHITECTURE
+
+
 @pytest.mark.parametrize(
-    ("changes", "recipe", "stock"),
+    ("changes", "recipe", "name"),
     [
-        ({}, PLAIN, True),
-        ({}, Recipe(rotate=True), False),
-        ({}, Recipe(rotate=False, activations=16), False),
-        ({"qkv_bias": True, "dense_bias": True}, Recipe("none"), True),
-        ({"qkv_bias": True}, Recipe("none"), False),
-        ({"dense_bias": True}, PLAIN, False),
-        ({}, Recipe(rotate=False, lm_head="int8"), False),
-        ({}, Recipe(rotate=False, lm_head="rescored"), True),  # whose checkpoint has the BF16 head
-        ({"rotary_scaling": {"rope_type": "yarn", "factor": 4.0}}, PLAIN, False),
-        ({"architecture": "PanguEmbeddedForCausalLM", "qkv_bias": True, "dense_bias": True}, PLAIN, True),
-        ({"architecture": "Qwen2ForCausalLM", "qkv_bias": True}, PLAIN, False),
-        ({"architecture": "Qwen3ForCausalLM"}, Recipe("none"), False),
+        ({}, PLAIN, LLAMA),
+        ({}, Recipe(rotate=True), OURS),
+        ({}, Recipe(rotate=False, activations=16), OURS),
+        ({"qkv_bias": True, "dense_bias": True}, Recipe("none"), LLAMA),
+        ({"qkv_bias": True}, Recipe("none"), OURS),
+        ({"dense_bias": True}, PLAIN, OURS),
+        ({}, Recipe(rotate=False, static_activations=True), OURS),
+        ({}, Recipe(rotate=False, lm_head="int8"), OURS),
+        ({}, Recipe(rotate=False, lm_head="rescored"), LLAMA),  # whose checkpoint has the BF16 head
+        ({"rotary_scaling": {"rope_type": "yarn", "factor": 4.0}}, PLAIN, OURS),
+        ({"head_size": 16}, PLAIN, OURS),  # 96 rows of q, where SmoothQuant modules take hidden_size, 48, for granted
+        ({"head_size": 16}, Recipe("none"), LLAMA),
+        ({"architecture": "MistralForCausalLM"}, PLAIN, "MistralForCausalLM"),
+        ({"architecture": "PanguEmbeddedForCausalLM", "qkv_bias": True, "dense_bias": True}, PLAIN, LLAMA),
+        ({"architecture": "Qwen2ForCausalLM", "qkv_bias": True}, PLAIN, "Qwen2ForCausalLM"),
+        ({"architecture": "Qwen3ForCausalLM"}, PLAIN, OURS),
+        ({"architecture": "Qwen3ForCausalLM"}, Recipe("none"), OURS),
     ],
 )
-def test_what_stock_loaders_cannot_express_has_another_architecture(changes, recipe, stock):
-    config = dataclasses.replace(tiny_checkpoint(0)[0], **changes)
+def test_what_stock_loaders_cannot_express_has_another_architecture(changes, recipe, name):
+    config = dataclasses.replace(tiny_checkpoint(0, head_dim=8)[0], **changes)
     values = checkpoint_config(config, recipe)
-    assert (values["architecture"] == "LlamaForCausalLM") == stock
-    assert (values["architecture"] == OWN_ARCHITECTURE) != stock
+    assert values["architecture"] == name
+    scales = "PER_TENSOR" if recipe.static_activations else "PER_TOKEN"
+    algorithm = f"W8A8_SQ_PER_CHANNEL_{scales}_PLUGIN" if recipe.quantized else None
+    assert values["quantization"]["quant_algo"] == algorithm
+    assert (stock_obstacles(config, recipe) == []) == (name != OURS)
+    assert values.get("qwen_type") == ("qwen2" if name == "Qwen2ForCausalLM" else None)
     head = [] if recipe.lm_head == "int8" else ["lm_head"]
     assert values["quantization"]["exclude_modules"] == (head if recipe.quantized else None)
 
@@ -98,6 +110,17 @@ def test_norms_over_heads_are_declared_and_have_no_scale(recipe):
     added = spec.keys() - checkpoint_spec(llama, recipe).keys()
     assert added == {f"transformer.layers.{i}.attention.{x}_layernorm.weight" for i in range(3) for x in "qk"}
     assert {(spec[name].dtype, spec[name].shape) for name in added} == {("BF16", (16,))}
+
+
+def test_static_linears_have_a_scale_of_their_input():
+    recipe = Recipe(
+        static_activations=True, exclude=("*.1.attention.dense",), weight_only=("transformer.layers.0.mlp.proj",)
+    )
+    config = tiny_checkpoint(0)[0]
+    spec = checkpoint_spec(config, recipe)
+    added = spec.keys() - checkpoint_spec(config, Recipe(exclude=recipe.exclude)).keys()
+    assert len(added) == 3 * 5 - 1 and {spec[name].shape for name in added} == {(1,)}
+    assert "transformer.layers.0.mlp.proj.act_scale" in added  # measured, and not used
 
 
 def test_excluded_linears_stay_in_bf16_and_are_named():

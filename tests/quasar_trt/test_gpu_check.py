@@ -9,10 +9,18 @@ import sys
 
 import pytest
 import torch
+from plan_double import CpuDevice
 from rich.console import Console
 
-from quasar_trt.bench.gpu_check import NotRun, Outcome, run_parts
+from quasar_trt.bench import gpu_kernel_parts
+from quasar_trt.bench.curve import CurveTimes
+from quasar_trt.bench.gpu_check import run_parts
+from quasar_trt.bench.gpu_kernel_parts import QWEN3_8B
 from quasar_trt.bench.gpu_kernels import GpuKernelTimes, Sizes, measure
+from quasar_trt.bench.gpu_part import NotRun, Outcome
+from quasar_trt.bench.options import KernelBenchOptions
+from quasar_trt.bench.weight_buffer import layer_of
+from quasar_trt.engines import cuda_device
 from quasar_trt.plugins import reference
 from quasar_trt.tables import FigureTable
 
@@ -58,6 +66,30 @@ def test_tables_set_kernels_against_the_memory_of_the_same_run():
     assert times.to_dict()["linears"][0]["bf16_seconds"] == [2e-6, 1e-6, 3e-6]
 
 
+def test_the_cost_of_a_step_is_that_of_qwen3_8b(monkeypatch):
+    assert layer_of(QWEN3_8B) == {4096: 6144 + 4096 + 2 * 12288, 12288: 4096}
+    asked = []
+    monkeypatch.setattr(gpu_kernel_parts, "need_gpu", lambda: None)
+    monkeypatch.setattr(gpu_kernel_parts, "linears_outcome", lambda *arguments: asked.append(arguments))
+    gpu_kernel_parts.step_cost()
+    assert asked == [(layer_of(QWEN3_8B), KernelBenchOptions())]
+
+
+def test_linears_are_compared_by_layer(monkeypatch):
+    """BF16 weights fill the buffer with half as many layers."""
+    monkeypatch.setattr(cuda_device, "CudaDevice", CpuDevice)
+    monkeypatch.setattr("quasar_trt.bench.kernels._LEAST_GPU_BUFFER", 16 * 4096)
+
+    def measured(curves, read, read_bytes, repeats):
+        return [CurveTimes(each.name, each.weight_bytes, {1: [2.0], 3: [3.0]}, [1e6]) for each in curves]
+
+    monkeypatch.setattr(gpu_kernel_parts, "measure_curves", measured)
+    outcome = gpu_kernel_parts.linears_outcome({64: 64}, KernelBenchOptions(rows=(1, 3), repeats=1))
+    *_, table = outcome.tables
+    assert table.rows == [("1", "2.00x", "2.00x"), ("3", "2.00x", "2.00x")]
+    assert json.loads(json.dumps(outcome.figures))["curves"][2]["weight_bytes"] == 16 * 4096
+
+
 def test_a_part_that_cannot_run_says_why_and_the_others_run():
     def missing():
         raise NotRun("no TensorRT")
@@ -84,9 +116,13 @@ def test_a_failure_is_shown_and_makes_the_check_fail(part, failure):
     assert results == {"a": {"figures": {}, "failure": failure}, "b": {"figures": {"x": 1}, "failure": ""}}
 
 
+def check(output):
+    command = [sys.executable, "-m", "quasar_trt.bench.gpu_check", str(output), "no model", "no prompts"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def test_a_file_that_cannot_be_written_is_one_line_before_anything_runs(tmp_path):
-    command = [sys.executable, "-m", "quasar_trt.bench.gpu_check", str(tmp_path / "none" / "check.json")]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = check(tmp_path / "none" / "check.json")
     assert found.returncode == 1 and found.stdout == ""
     assert found.stderr == f"error: OUTPUT: directory {tmp_path / 'none'} does not exist\n"
 
@@ -94,10 +130,13 @@ def test_a_file_that_cannot_be_written_is_one_line_before_anything_runs(tmp_path
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the check itself runs where a GPU is")
 def test_without_a_gpu_every_part_says_so_and_the_file_is_written(tmp_path):
     output = tmp_path / "check.json"
-    command = [sys.executable, "-m", "quasar_trt.bench.gpu_check", str(output)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = check(output)
     assert found.returncode == 1
     saved = json.loads(output.read_text())
-    assert set(saved["parts"]) == {"kernel tests", "kernel times"}
+    targets = ("tensorrt-rtx", "tensorrt", "tensorrt-llm")
+    assert list(saved["parts"]) == [
+        *("kernel tests", "kernel times", "step cost", "reference engine"),
+        *(name for target in targets for name in (target, f"{target}, four cells")),
+    ]
     assert all("finds no CUDA device" in part["not_run"] for part in saved["parts"].values())
     assert "quasar-trt" in saved["environment"]

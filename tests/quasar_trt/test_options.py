@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from stubs import StubEngine, chain_logits, random_logits
 
-from quasar_trt.drafters import DRAFTERS, make_drafter
+from quasar_trt.drafters.base import Drafter
+from quasar_trt.drafters.engine import EngineDrafter
+from quasar_trt.drafters.registry import DRAFTERS, OPERANDS, make_drafter
 from quasar_trt.errors import QuasarError
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
@@ -21,7 +23,14 @@ DRAFTER = {
         "prompt_lookup_max": 1,
         "prompt_lookup_min": 3,
     },
-    "suffix": {"num_speculative_tokens": 2, "history_tokens": 100},
+    "recycle": {"num_speculative_tokens": 2},
+    "suffix": {"num_speculative_tokens": 2, "branches": 3, "history_tokens": 100},
+    "engine": {
+        "num_speculative_tokens": 2,
+        "drafter": "none",
+        "draft_tokenizer": True,
+        "kv_cache_memory_bytes": 4,
+    },
 }
 DRAFTER_CONTEXT = [1, 2, 7, 6, 5, 4, 3, 8, 2, 1, 2]
 DRAFTER_ANSWER = [8, 2, 1, 2, 9, 9]
@@ -33,15 +42,31 @@ def generate() -> list[int]:
     return Runner(engine, eos_token_ids=[3]).generate([1, 2])[0].outputs[0].token_ids
 
 
-def propose(name: str, **options) -> tuple[int, ...]:
+def propose(drafter: Drafter) -> tuple[int, ...]:
     """The draft that comes with DRAFTER_CONTEXT, after a request that emitted DRAFTER_ANSWER."""
-    runner = Runner(
-        engine := StubEngine(chain_logits(DRAFTER_ANSWER, 1, 10), 10),
-        drafter=make_drafter(name, options),
-        max_batch_size=1,
-    )
-    runner.generate([[0], DRAFTER_CONTEXT], SamplingParams(temperature=0, max_tokens=len(DRAFTER_ANSWER)))
+    engine = StubEngine(chain_logits(DRAFTER_ANSWER, 1, 10), 10)
+    runner = Runner(engine, drafter=drafter, max_batch_size=1)
+    runner.generate([[0], DRAFTER_CONTEXT], SamplingParams(temperature=0, max_tokens=20))
     return next(step.drafts[-1] for step in engine.passes if step.tokens[-1] == DRAFTER_CONTEXT)
+
+
+def made(name: str, **options) -> tuple[Drafter, object]:
+    """A drafter, and a function that tells what it has done."""
+    if name not in OPERANDS:
+        drafter = make_drafter(name, options)
+        return drafter, lambda: propose(drafter)
+    # Its own vocabulary where that shall matter.
+    vocab = 12 if "draft_tokenizer" in options else 10
+    engine = StubEngine(random_logits(vocab), vocab)
+    drafter = EngineDrafter(engine, **options)
+
+    def effect():
+        try:
+            return propose(drafter), [step.drafts for step in engine.passes]
+        except QuasarError as error:
+            return str(error)
+
+    return drafter, effect
 
 
 def test_tables_name_every_field():
@@ -52,17 +77,19 @@ def test_tables_name_every_field():
 
 @pytest.mark.parametrize(("name", "option", "value"), OPTIONS)
 def test_drafter_option_acts(name, option, value):
-    drafter = make_drafter(name, {option: value})
+    default = next(f.default for f in dataclasses.fields(DRAFTERS[name][1]) if f.name == option)
+    drafter, effect = made(name, **{option: value})
     assert getattr(drafter.options, option) == value
-    assert value != next(f.default for f in dataclasses.fields(DRAFTERS[name][1]) if f.name == option)
-    assert propose(name, **{option: value}) != propose(name)
+    assert value != default
+    assert effect() != made(name, **{option: default})[1]()
 
 
 def test_every_default_works():
     assert 0 < len(generate()) <= 16
     for name in DRAFTERS:
         engine = StubEngine(random_logits(5), 5)
-        (output,) = Runner(engine, drafter=make_drafter(name)).generate([1, 2, 1])
+        drafter = EngineDrafter(StubEngine(random_logits(5), 5)) if name == "engine" else make_drafter(name)
+        (output,) = Runner(engine, drafter=drafter).generate([1, 2, 1])
         assert len(output.outputs[0].token_ids) == 16
     assert make_drafter(None) is None
 
@@ -130,6 +157,17 @@ def test_every_default_works():
             "history_tokens is -1; allowed: an integer of at least 0",
         ),
         (lambda: make_drafter("suffix", {"history_tokens": 1e4}), "history_tokens is 10000.0; allowed"),
+        (lambda: make_drafter("engine", {}), "drafter is 'engine'; allowed: engine:DIR"),
+        (lambda: make_drafter("engine:", {}), "drafter is 'engine:'; allowed: engine:DIR"),
+        (
+            lambda: make_drafter("ngram:dir", {}),
+            "unknown drafter 'ngram:dir'; one of: engine:DIR, ngram, recycle, suffix",
+        ),
+        (lambda: make_drafter("engine:nowhere", {}), "engine directory nowhere does not exist"),
+        (lambda: EngineDrafter("x", drafter="sufix"), "unknown drafter of an engine drafter 'sufix'.*mean 'suffix'"),
+        (lambda: EngineDrafter("x", draft_tokenizer="yes"), "draft_tokenizer is 'yes'; allowed: true or false"),
+        (lambda: EngineDrafter("x", kv_cache_memory_bytes=0), "kv_cache_memory_bytes is 0; allowed: a number of bytes"),
+        (lambda: EngineDrafter("x", drafters="suffix"), "unknown engine drafter option 'drafters'.*mean 'drafter'"),
         (lambda: make_drafter(None, {"num_speculative_tokens": 3}), "without a drafter"),
     ],
 )

@@ -83,7 +83,10 @@ def test_the_demo_takes_a_prompt_that_begins_with_a_hyphen(checkout):
     ]
 
 
-def test_the_gpu_check_saves_where_the_caller_stands(checkout):
+def test_the_gpu_check_reads_and_saves_where_the_caller_stands(checkout):
     (checkout / "elsewhere").mkdir()
-    calls = run(checkout, "bash", "-c", "cd elsewhere; ../scripts/gpu_check.sh figures.json")
-    assert calls[-1] == f"python -m quasar_trt.bench.gpu_check {checkout}/elsewhere/figures.json"
+    (checkout / "elsewhere" / "m.gguf").touch()
+    check = "python -m quasar_trt.bench.gpu_check"
+    for model, given in (("m.gguf", f"{checkout}/elsewhere/m.gguf"), ("owner/name", "owner/name")):
+        calls = run(checkout, "bash", "-c", f"cd elsewhere; ../scripts/gpu_check.sh figures.json {model}")
+        assert calls[-1] == f"{check} {checkout}/elsewhere/figures.json {given} examples/prompts.jsonl"

@@ -112,6 +112,22 @@ def test_kept_sequences_give_way_where_an_engine_has_slots():
         Runner(engine, kv_cache_memory_bytes=901)
 
 
+def test_a_kept_sequence_is_taken_over_where_there_is_no_slot_beside_it():
+    """One slot of three may be used: every turn of a conversation goes on in it."""
+    engine = SlotEngine(LOGITS, VOCAB)
+    runner = Runner(engine, kv_cache_memory_bytes=300)
+    ids = [1] * 90
+    for turn in range(3):
+        (output,) = runner.generate([ids], GREEDY)
+        assert output.outputs[0].token_ids == perfect_rule(LOGITS)(ids, 10)
+        # All but the last id, which was emitted and never read, and what was added behind it.
+        assert output.service.num_reused_tokens == (len(ids) - 3 if turn else 0)
+        ids = [*ids, *output.outputs[0].token_ids, 2, 3]
+    assert (runner.load.num_kept, runner.load.kv_bytes) == (1, 300)
+    (other,) = runner.generate([[2] * 90], GREEDY)  # which shares nothing
+    assert other.outputs[0].token_ids == perfect_rule(LOGITS)([2] * 90, 10) and other.service.num_reused_tokens == 0
+
+
 def test_nothing_is_kept_of_a_request_that_failed_or_without_fork():
     def failing(emitted, row):
         raise ValueError("failed")

@@ -13,6 +13,7 @@ RECIPES = [
     Recipe(smoothquant=0, lm_head="rescored"),
     Recipe(smoothquant=0.5, rotate=True, rounding="gptq"),
     Recipe(rotate=False, rounding="nearest", activations=16, exclude=["*.mlp.proj", "transformer.layers.0.*"]),
+    Recipe(static_activations=True, weight_only=["transformer.layers.0.mlp.proj"]),
     Recipe("none"),
 ]
 
@@ -47,6 +48,7 @@ def test_what_is_stored_spells_out_the_bits():
     stored = Recipe(activations=16, lm_head="int8").to_dict()
     assert (stored["weight_bits"], stored["activation_bits"], stored["lm_head"]) == (8, 16, "int8")
     assert stored["activation_granularity"] == "per_token"
+    assert Recipe(static_activations=True).to_dict()["activation_granularity"] == "per_tensor"
     stored = Recipe("none").to_dict()
     assert (stored["weight_bits"], stored["activation_bits"], stored["lm_head"]) == (16, None, None)
 
@@ -56,6 +58,14 @@ def test_a_linear_is_quantized_unless_a_pattern_matches_its_whole_name():
     names = [f"transformer.layers.{i}.{name}" for i in (0, 1, 11) for name in ("attention.qkv", "mlp.proj")]
     assert [recipe.quantizes(name) for name in names] == [True, False, False, False, True, False]
     assert not any(Recipe("none").quantizes(name) for name in names)
+
+
+def test_a_static_recipe_says_which_linears_read_what():
+    recipe = Recipe(static_activations=True, weight_only=("a.mlp.proj",), exclude=("b.*",))
+    names = ["a.mlp.fc", "a.mlp.proj", "b.mlp.fc"]
+    assert [recipe.is_static(name) for name in names] == [True, False, False]
+    assert [recipe.activation_bits(name) for name in names[:2]] == [8, 16]
+    assert not Recipe().is_static("a.mlp.fc")
 
 
 @pytest.mark.parametrize(
@@ -79,6 +89,11 @@ def test_a_linear_is_quantized_unless_a_pattern_matches_its_whole_name():
         ({"quantization": "none", "rounding": "gptq"}, ["rounding has no use"]),
         ({"quantization": "none", "activations": 16}, ["activations has no use"]),
         ({"quantization": "none", "exclude": ["*"]}, ["exclude has no use"]),
+        ({"quantization": "none", "static_activations": True}, ["static_activations has no use"]),
+        ({"static_activations": True, "activations": 16}, ["activations is 16", "static ones have 8 bits"]),
+        ({"static_activations": 1}, ["static_activations is 1", "true, false"]),
+        ({"weight_only": ["a"]}, ["weight_only has no use without static_activations"]),
+        ({"weight_only": "a", "static_activations": True}, ["weight_only is 'a'", "a list"]),
         ({"smoothqant": 0.5}, ["unknown recipe option 'smoothqant'", "did you mean 'smoothquant'"]),
     ],
 )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
+from implementations import triton_operations
 from tiny import LLAMA3, MODELS, checkpoint_tensors, random_ids, tiny_checkpoint, tiny_model, write_engine_dir
 
+from quasar_trt import plugins
 from quasar_trt.drafters.base import Draft
 from quasar_trt.engines.base import Acceptance, SequenceStep
-from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
+from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel, operations_for
 from quasar_trt.errors import QuasarError
+from quasar_trt.plugins import reference
 from quasar_trt.recipe import LM_HEADS, RESCORED, Recipe
 
 VARIANTS = {architecture: {"architecture": architecture} for architecture in MODELS} | {
@@ -112,6 +117,7 @@ def test_after_rollback_the_next_step_equals_a_fresh_prefill(accepted):
         Recipe("int8"),
         Recipe("int8", rotate=False, lm_head="int8"),
         Recipe("int8", activations=16, exclude=("*.1.*",)),
+        Recipe("int8", static_activations=True, lm_head="bf16"),
     ],
     ids=str,
 )
@@ -182,7 +188,7 @@ def test_close_frees_one_sequence_and_handles_are_never_reused():
 BAD_STEPS = {
     "too many rows": ([0, 1], Draft(tuple(range(63))), "66 rows; this engine allows 64"),
     "no committed token": ([], Draft((1,)), "no committed token"),
-    "a branching draft": ([1], Draft((2, 3), parents=(-1, -1)), "chains only"),
+    "a child before its parent": ([1], Draft((2, 3), parents=(1, -1)), "no tree of 2 tokens"),
     "too long a sequence": (list(range(60)), Draft((1, 2, 3)), "would hold 68 tokens; allowed: 67"),
     "an id beyond the vocabulary": ([1], Draft((131,)), "token id 131 is outside the vocabulary of 131"),
     "a negative id": ([-1], Draft(), "token id -1"),
@@ -265,6 +271,7 @@ def divergence(recipe):
         Recipe("int8", lm_head="rescored"),
         Recipe("int8", activations=16),
         Recipe("int8", exclude=("*.1.attention.*", "*.2.mlp.proj")),
+        Recipe("int8", static_activations=True),
     ],
     ids=str,
 )
@@ -336,3 +343,26 @@ def test_an_engine_directory_gives_the_logits_of_its_tensors(tmp_path, recipe):
 def test_a_directory_that_is_no_engine_is_refused(tmp_path):
     with pytest.raises(QuasarError, match="not an engine directory"):
         ReferenceEngine.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe(smoothquant=0.5, rotate=False), Recipe(rotate=True, lm_head="int8"), Recipe(rotate=True, activations=16)],
+    ids=["smoothed", "rotated, INT8 head", "16 bits"],
+)
+def test_with_the_triton_operations_logits_stay_the_same(recipe):
+    """Up to the code that a sum in another order may move by one, in a Hadamard transform."""
+    config, recipe, tensors = tiny_checkpoint(recipe=recipe, num_hidden_layers=1, attention_bias=True)
+    ids = random_ids(config, 5)
+    expected = ReferenceModel(config, recipe, tensors)(ids)
+    found = ReferenceModel(config, recipe, tensors, operations=triton_operations())(ids)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-2 if recipe.rotate else 1e-5)
+
+
+def test_operations_are_those_of_the_device(monkeypatch):
+    assert operations_for(torch.device("cpu")) is reference
+    assert operations_for(torch.device("cuda", 1)).__name__ == "quasar_trt.plugins.triton"
+    monkeypatch.setitem(sys.modules, "quasar_trt.plugins.triton", None)
+    monkeypatch.delattr(plugins, "triton")
+    with pytest.raises(QuasarError, match=r"device is cuda; its operations need Triton: .*quasar-trt\[triton\]"):
+        operations_for(torch.device("cuda"))

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tiny import LLAMA3
+from tiny import LLAMA3, TRANSFORMERS, rope_fields
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -69,7 +69,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize(("head_size", "base"), [(64, 10000.0), (6, 10000.0), (128, 1e6)])
 def test_tables_equal_those_of_transformers_up_to_the_last_position(scaling, head_size, base):
     given = {key: value for key, value in scaling.items() if value is not None or key == "factor"}
-    config = LlamaConfig(head_dim=head_size, max_position_embeddings=512, rope_parameters=given | {"rope_theta": base})
+    if TRANSFORMERS < 5 and given.get("factor", 0) is None:
+        given["factor"] = 512 / given["original_max_position_embeddings"]  # what transformers 5 takes it for
+    config = LlamaConfig(head_dim=head_size, max_position_embeddings=512, **rope_fields(**given, rope_theta=base))
     ours = dataclasses.replace(
         CONFIG, head_size=head_size, max_position_embeddings=512, rotary_base=base, rotary_scaling=scaling
     )

@@ -15,7 +15,7 @@ from stubs import (
     random_logits,
 )
 
-from quasar_trt.drafters import make_drafter
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.errors import QuasarError
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
@@ -262,13 +262,14 @@ def test_cache_holds_what_was_committed():
         start += len(step.tokens[0]) + acceptance.num_accepted_tokens
 
 
-def test_drafter_that_breaks_its_limit_is_an_error():
+@pytest.mark.parametrize("tree", [False, True])
+def test_drafter_that_breaks_its_limit_is_an_error(tree):
     class Greedy(StubDrafter):
         def _propose_one(self, request):
             return super()._propose_one(dataclasses.replace(request, limit=request.limit + 5))
 
-    engine = StubEngine(LOGITS, VOCAB)
-    with pytest.raises(ValueError, match="not a chain of at most"):
+    engine = StubEngine(LOGITS, VOCAB, tree=tree)
+    with pytest.raises(ValueError, match=f"not a {'tree' if tree else 'chain'} of at most"):
         Runner(engine, drafter=Greedy(lambda context, limit: [0] * limit)).generate([1], SamplingParams(max_tokens=3))
     assert engine.closed == [0] and not engine.caches
 

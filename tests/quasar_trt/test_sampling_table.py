@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quasar_trt.drafters import DRAFTERS, make_drafter
+from quasar_trt.drafters.registry import DRAFTERS, OPERANDS, make_drafter
 from quasar_trt.engines import ENGINES
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
@@ -68,9 +68,9 @@ def table() -> tuple[list[tuple[str, str]], dict[str, list[str]]]:
 
 
 COLUMNS, ROWS = table()
-HERE = set(ENGINES) - {
-    "tensorrt"
-}  # needs a GPU; every parameter acts on rows of logits, which it gives as the others do
+# The others need a GPU. Every parameter acts on rows of logits, which tensorrt gives as these do; for tensorrt_llm see
+# test_executor_requests.py.
+HERE = set(ENGINES) - {"tensorrt", "tensorrt_llm"}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,10 @@ def runners(engine_dirs):
             opened.engine,
             tokenizer=opened.tokenizer,
             eos_token_ids=opened.eos_token_ids,
-            drafter=make_drafter(drafter, drafter and {"num_speculative_tokens": 4}),
+            drafter=make_drafter(
+                f"{drafter}:{engine_dirs['BF16']}" if drafter in OPERANDS else drafter,
+                drafter and {"num_speculative_tokens": 4},
+            ),
         )
 
     return runner
@@ -118,7 +121,8 @@ def test_table_names_every_parameter_with_its_default_and_every_drafter_on_every
     assert {name: cells[0] for name, cells in ROWS.items()} == defaults
     assert set(CASES) == set(defaults)
     assert set(COLUMNS) == {(drafter, engine) for drafter in DRAFTERS for engine in HERE}
-    assert {cell for cells in ROWS.values() for cell in cells[1:]} == {"ids"}
+    for cells in ROWS.values():
+        assert cells[1:] == ["distribution" if drafter == "engine" else "ids" for drafter, _ in COLUMNS]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -130,6 +134,11 @@ def test_parameter_acts_and_drafting_changes_nothing(runners, drafter, engine, n
     expected = result(plain, SamplingParams(**with_it))
     assert expected != result(plain, SamplingParams(**without))
     drafting = runners(drafter, engine)
+    if drafter == "engine" and SamplingParams(**with_it).temperature > 0:  # other ids of the same distribution
+        without, with_it = settings(name, drafting, temperature)
+        assert result(drafting, SamplingParams(**with_it)) != result(drafting, SamplingParams(**without))
+        assert drafting.stats.num_accepted_tokens
+        return
     seen, logprobs = result(drafting, SamplingParams(**with_it))
     assert seen == expected[0]
     np.testing.assert_allclose(logprobs, expected[1], rtol=0, atol=0 if drafting.engine.capabilities.exact else 1e-4)

@@ -7,11 +7,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from stubs import paths
 
 from quasar_trt.drafters import automaton as automaton_module
-from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.automaton import Cursor, SuffixAutomaton
 from quasar_trt.drafters.base import Draft, DraftRequest
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.sampling import Sampler
 from quasar_trt.sampling_params import SamplingParams
 
@@ -138,6 +139,50 @@ def test_growing_context_gives_what_a_fresh_drafter_gives():
         assert [draft.ids for draft in drafts] == [propose(list(context), 6).ids for context in contexts]
         for context in contexts:
             context.extend(generator.integers(0, 3, generator.integers(1, 5)).tolist())
+
+
+# --- trees
+
+
+def search(text: list[int], most: int) -> list[int]:
+    """What followed the longest suffix of a text that occurred before, by how often, then what followed shorter ones."""
+    found: list[int] = []
+    for length in range(longest_suffix(text, text[:-1]), 0, -1):
+        counts = Counter(text[end] for end in ends(text[:-1], text[-length:]))
+        found += [token for token, _ in counts.most_common() if token not in found]
+    return found[:most]
+
+
+@pytest.mark.parametrize("alphabet", [2, 4, 8])
+def test_branches_are_what_followed_the_longest_matches(alphabet, monkeypatch):
+    """As sets: of equally frequent followers any may come first."""
+    monkeypatch.setattr(automaton_module, "_COUNTED_LINKS", 1000)
+    text = random_text(alphabet, 80)
+    automaton = SuffixAutomaton()
+    for seen, token in enumerate(text, 1):
+        automaton.extend(token)
+        state = automaton.link[automaton.last]
+        length = automaton.length[state]
+        found = automaton.branch(state, length, alphabet)
+        assert {token for token, *_ in found} == set(search(text[:seen], alphabet))
+        assert [kind >= automaton_module.NUM_KINDS for _, kind, *_ in found] == [i > 0 for i in range(len(found))]
+        if found:
+            assert found[0][:3] == automaton.predict(state, length)
+            assert automaton.branch(state, length, 1) == found[:1]
+        for follower, _, target, matched in found:
+            assert ends(text[:seen], [*text[seen - matched + 1 : seen], follower])
+            assert automaton.length[automaton.link[target]] < matched <= automaton.length[target]
+
+
+def test_several_continuations_are_a_tree_where_trees_are_verified():
+    drafter = make_drafter("suffix", {"branches": 2})
+    context = [1, 7, 5, 1, 8, 6, 1, 7, 4, 1]
+    drafter.start(0, context)
+    requests = [DraftRequest(0, context, 12, SAMPLER, tree) for tree in (True, False)]
+    tree, chain = (drafter.propose([each])[0] for each in requests)
+    assert {(7,), (8,), (7, 5), (7, 4)} <= set(paths(tree)) and tree.is_tree
+    assert tree.probabilities == sorted(tree.probabilities, reverse=True)
+    assert chain == propose(context, 12)
 
 
 # --- estimates

@@ -8,17 +8,17 @@
 
 namespace quasar {
 
-Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, int threads, const Kernels* kernels,
+Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, ThreadPool& pool, const Kernels* kernels,
                  std::unique_ptr<Collectives> collectives)
     : shape_(shape),
       weights_(std::move(weights)),
       kernels_(kernels),
-      pool_(threads),
+      pool_(pool),
       cache_(shape.layers, shape.kv_heads, shape.head),
       collectives_(std::move(collectives)),
       scales_(static_cast<size_t>(shape.max_rows)),
-      attention_pieces_(static_cast<size_t>(threads)),
-      scratch_(static_cast<size_t>(threads)) {
+      attention_pieces_(static_cast<size_t>(pool.size())),
+      scratch_(static_cast<size_t>(pool.size())) {
   const int64_t rows = shape.max_rows;
   hidden_.resize(rows * padded(shape.hidden));
   qkv_.resize(rows * padded(shape.qkv()));
@@ -38,7 +38,7 @@ Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, int threads,
   prepare(normed_, weights_.head);
   const int widest = std::max({normed_.stride, attended_.stride, gated_.stride});
   for (auto& scratch : scratch_) {
-    scratch.floats.resize(std::max(widest, kMaxQueries * (kChunk + shape.head)));
+    scratch.floats.resize(std::max(widest, attention_scratch(shape.head)));
     if (!weights_.head_rows) continue;
     scratch.head_block.resize(padded(shape.hidden, 2) * kBlock);
     scratch.best.reserve(best_logits_room(shape.rescored));
@@ -54,6 +54,10 @@ void Decoder::check(const std::vector<Part>& parts, const int32_t* tokens, int& 
       throw std::invalid_argument("sequence " + std::to_string(part.sequence) + " would hold " + std::to_string(after) +
                                   " tokens; the engine holds " + std::to_string(shape_.max_seq_len));
     rows += part.rows;
+    const int nodes = static_cast<int>(part.parents.size());
+    bool tree = nodes < part.rows;
+    for (int i = 0; i < nodes; ++i) tree &= part.parents[static_cast<size_t>(i)] >= -1 && part.parents[static_cast<size_t>(i)] < i;
+    if (!tree) throw std::invalid_argument("the parents of sequence " + std::to_string(part.sequence) + " are no tree of its rows");
   }
   if (rows > shape_.max_rows)
     throw std::invalid_argument("the pass would hold " + std::to_string(rows) + " rows; the engine holds " +
@@ -71,6 +75,7 @@ std::shared_ptr<const float> Decoder::step(const std::vector<Part>& parts, const
   tokens_ = tokens;
   first_row_.clear();
   rows_.clear();
+  tree_slots_.clear();
   logit_rows_.clear();
   attention_parts_.clear();
   pages_.resize(parts.size());
@@ -87,7 +92,7 @@ std::shared_ptr<const float> Decoder::step(const std::vector<Part>& parts, const
     attention_parts_.push_back({part.rows, length});
     for (int i = 0; i < part.rows; ++i) {
       if (i >= part.rows - part.logit_rows) logit_rows_.push_back(static_cast<int>(rows_.size()));
-      rows_.push_back({p, length + i});
+      rows_.push_back(row_of(p, length, i));
     }
   }
   plan_attention(attention_parts_, shape_.kv_heads, shape_.heads / shape_.kv_heads, attention_pieces_);
@@ -115,6 +120,22 @@ std::shared_ptr<const float> Decoder::step(const std::vector<Part>& parts, const
   if (collective_error_) std::rethrow_exception(collective_error_);
   for (const Part& part : parts_) cache_.advance(part.sequence, part.rows);
   return std::shared_ptr<const float>(logits_, logits_->get());
+}
+
+// Row i of a part whose sequence has `length` positions in the cache; the rows before it are there.
+Decoder::Row Decoder::row_of(int p, int length, int i) {
+  const Part& part = parts_[static_cast<size_t>(p)];
+  const int root = part.rows - static_cast<int>(part.parents.size());  // rows before the tree
+  if (i < root) return {p, length + i, length + i, length + i + 1, 0};
+  const int parent = part.parents[static_cast<size_t>(i - root)], slots = static_cast<int>(tree_slots_.size());
+  Row row{p, length + root, length + i, length + root, slots};
+  if (parent >= 0) {
+    const Row& above = rows_[static_cast<size_t>(first_row_.back() + root + parent)];
+    row.position = above.position + 1;
+    for (int d = 0; d < row.position - row.ordered; ++d) tree_slots_.push_back(tree_slots_[static_cast<size_t>(above.slots + d)]);
+  }
+  tree_slots_.push_back(row.slot);
+  return row;
 }
 
 void Decoder::forward(int thread) {
@@ -203,55 +224,56 @@ void Decoder::linear(const Linear& linear, const Activations& x, int rows, int n
   }
 }
 
-// The norms over each head of q and k in one row of qkv. A head that does not fill whole vectors is computed aside, padded with
-// zeros, so that its neighbour is neither summed nor overwritten.
-void Decoder::normalize_heads(const LayerWeights& w, float* x, float* scratch) const {
+// The norm over one head of q or k. A head that does not fill whole vectors is computed aside, padded with zeros, so that its
+// neighbour is neither summed nor overwritten.
+void Decoder::normalize_head(const float* weight, float* x, float* scratch) const {
   const int head = shape_.head, width = padded(head);
-  std::fill(scratch + head, scratch + width, 0.0f);
-  for (int h = 0; h < shape_.heads + shape_.kv_heads; ++h, x += head) {
-    const float* weight = h < shape_.heads ? w.q_norm : w.k_norm;
-    if (width == head) {
-      kernels_->rms_norm(x, weight, shape_.norm_epsilon, head, x);
-      continue;
-    }
-    std::copy_n(x, head, scratch);
-    kernels_->rms_norm(scratch, weight, shape_.norm_epsilon, head, scratch);
-    std::copy_n(scratch, head, x);
-    std::fill(scratch + head, scratch + width, 0.0f);  // a NaN row would leave NaN there
+  if (width == head) {
+    kernels_->rms_norm(x, weight, shape_.norm_epsilon, head, x);
+    return;
   }
+  std::copy_n(x, head, scratch);
+  std::fill(scratch + head, scratch + width, 0.0f);
+  kernels_->rms_norm(scratch, weight, shape_.norm_epsilon, head, scratch);
+  std::copy_n(scratch, head, x);
 }
 
-// Norms over heads, where there are any, and RoPE on queries (which also take the 1 / sqrt(head) of attention) and keys; keys and values go to the cache as BF16.
+// Norms over heads, where there are any, and RoPE on queries (which also take the 1 / sqrt(head) of attention) and keys; keys
+// and values go to the cache as BF16. Threads share heads, not rows: positions of one head share cache lines.
 void Decoder::rotate(int layer, int thread) {
-  const int head = shape_.head, half = head / 2, stride = padded(shape_.qkv());
+  const int head = shape_.head, half = head / 2, group = shape_.heads / shape_.kv_heads;
   const float scale = 1.0f / std::sqrt(static_cast<float>(head));
   const LayerWeights& w = weights_.layers[static_cast<size_t>(layer)];
-  const auto [begin, end] = share(static_cast<int>(rows_.size()), thread, pool_.size());
-  for (int row = begin; row < end; ++row) {
-    const auto [part, position] = rows_[static_cast<size_t>(row)];
-    const float* cos = weights_.cos + static_cast<int64_t>(position) * half;
-    const float* sin = weights_.sin + static_cast<int64_t>(position) * half;
-    float* x = qkv_.get() + static_cast<int64_t>(row) * stride;
-    if (w.q_norm) normalize_heads(w, x, scratch_[static_cast<size_t>(thread)].floats.get());
-    uint16_t* page = pages_[static_cast<size_t>(part)][static_cast<size_t>(position / kPage)];
-    const int slot = position % kPage;
-    for (int h = 0; h < shape_.heads + shape_.kv_heads; ++h, x += head) {
-      const float factor = h < shape_.heads ? scale : 1.0f;
+  float* scratch = scratch_[static_cast<size_t>(thread)].floats.get();
+  // Each key/value head comes after the queries that read it.
+  const auto [begin, end] = share(shape_.heads + shape_.kv_heads, thread, pool_.size());
+  for (int row = 0; row < static_cast<int>(rows_.size()); ++row) {
+    const Row& place = rows_[static_cast<size_t>(row)];
+    const float* cos = weights_.cos + static_cast<int64_t>(place.position) * half;
+    const float* sin = weights_.sin + static_cast<int64_t>(place.position) * half;
+    float* qkv = qkv_.get() + static_cast<int64_t>(row) * padded(shape_.qkv());
+    uint16_t* page = pages_[static_cast<size_t>(place.part)][static_cast<size_t>(place.slot / kPage)];
+    const int slot = place.slot % kPage;
+    for (int unit = begin; unit < end; ++unit) {
+      const int kv_head = unit / (group + 1), query = unit % (group + 1);
+      const bool is_query = query < group;
+      float* x = qkv + (is_query ? kv_head * group + query : shape_.heads + kv_head) * head;
+      if (w.q_norm) normalize_head(is_query ? w.q_norm : w.k_norm, x, scratch);
+      const float factor = is_query ? scale : 1.0f;
       for (int i = 0; i < half; ++i) {
         const float a = x[i], b = x[i + half];
         x[i] = (a * cos[i] - b * sin[i]) * factor;
         x[i + half] = (b * cos[i] + a * sin[i]) * factor;
       }
-      if (h < shape_.heads) continue;
-      uint16_t* key = page + cache_.keys_at(layer, h - shape_.heads) + slot / 16 * 16 * head + slot % 16 * 2;
+      if (is_query) continue;
+      uint16_t* key = page + cache_.keys_at(layer, kv_head) + slot / 16 * 16 * head + slot % 16 * 2;
       for (int i = 0; i < head; i += 2, key += 32) {
         key[0] = float_to_bf16(x[i]);
         key[1] = float_to_bf16(x[i + 1]);
       }
-    }
-    for (int h = 0; h < shape_.kv_heads; ++h, x += head) {
-      uint16_t* value = page + cache_.values_at(layer, h) + slot * 32;
-      for (int i = 0; i < head; ++i) value[i / 32 * kPage * 32 + i % 16 * 2 + i % 32 / 16] = float_to_bf16(x[i]);
+      const float* v = x + shape_.kv_heads * head;
+      uint16_t* value = page + cache_.values_at(layer, kv_head) + slot * 32;
+      for (int i = 0; i < head; ++i) value[i / 32 * kPage * 32 + i % 16 * 2 + i % 32 / 16] = float_to_bf16(v[i]);
     }
   }
 }
@@ -270,8 +292,9 @@ void Decoder::attend(int layer, int thread) {
     float* out[kMaxQueries];
     for (int i = 0; i < piece.count; ++i) {
       const int64_t row = first_row_[static_cast<size_t>(piece.part)] + (piece.first + i) / group;
+      const Row& place = rows_[static_cast<size_t>(row)];
       const int at = (piece.kv_head * group + (piece.first + i) % group) * head;
-      queries[i] = {qkv_.get() + row * padded(shape_.qkv()) + at, rows_[static_cast<size_t>(row)].position + 1};
+      queries[i] = {qkv_.get() + row * padded(shape_.qkv()) + at, place.position + 1, place.ordered, tree_slots_.data() + place.slots};
       out[i] = attended_.floats.get() + row * attended_.stride + at;
     }
     Partials& to = partials(piece, thread);
@@ -319,6 +342,10 @@ void Decoder::rescore(int row, float* logits, int thread) {
   const float* x = normed_.floats.get() + static_cast<int64_t>(row) * normed_.stride;
   const int count = std::clamp(shape_.vocab - shape_.rank * shape_.vocab_share, 0, shape_.vocab_share);  // without padding
   best_logits(*kernels_, logits, count, shape_.rescored, best);
+  // Their rows lie anywhere, so all are asked for before the first is needed.
+  constexpr int kLine = 64 / sizeof(uint16_t);
+  for (const int32_t id : best)
+    for (int k = 0; k < hidden; k += kLine) __builtin_prefetch(weights_.head_rows + static_cast<int64_t>(id) * hidden + k);
   for (size_t first = 0; first < best.size(); first += kBlock) {
     const size_t last = std::min(first + kBlock, best.size());
     for (size_t c = first; c < last; ++c) {

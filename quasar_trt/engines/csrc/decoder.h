@@ -78,12 +78,14 @@ struct DecoderWeights {
 // One sequence's rows in a pass: `rows` tokens appended to its cache, the last `logit_rows` of which want logits.
 struct Part {
   int sequence, rows, logit_rows;
+  // Of the last rows, where they are a tree: each one's parent among them, before it, or -1 for the row before all of them.
+  std::vector<int> parents;
 };
 
 class Decoder {
  public:
-  // collectives: null for a single rank.
-  Decoder(const DecoderShape& shape, DecoderWeights weights, int threads, const Kernels* kernels,
+  // `pool` outlives the decoder; others may use it between two steps. collectives: null for a single rank.
+  Decoder(const DecoderShape& shape, DecoderWeights weights, ThreadPool& pool, const Kernels* kernels,
           std::unique_ptr<Collectives> collectives);
 
   KvCache& cache() { return cache_; }
@@ -97,7 +99,8 @@ class Decoder {
   double collective_seconds() const { return collective_seconds_; }
 
  private:
-  struct Row { int part, position; };
+  // Key and value go to `slot`; what the row sees is as AttentionQuery says, its slots being those from `slots` on in tree_slots_.
+  struct Row { int part, position, slot, ordered, slots; };
   // Activations: floats, and room for the codes that some linear reads instead, with a scale per row.
   struct Activations {
     Buffer<float> floats;
@@ -117,11 +120,12 @@ class Decoder {
   };
 
   void check(const std::vector<Part>& parts, const int32_t* tokens, int& rows) const;
+  Row row_of(int part, int length, int i);
   void forward(int thread);
   void layer(int index, int thread);
   void embed(int thread);
   void normalize(const float* weight, int thread);
-  void normalize_heads(const LayerWeights& w, float* x, float* scratch) const;
+  void normalize_head(const float* weight, float* x, float* scratch) const;
   void rotate(int layer, int thread);
   void attend(int layer, int thread);
   Partials& partials(const AttentionPiece& piece, int thread);
@@ -142,7 +146,7 @@ class Decoder {
   const DecoderShape shape_;
   const DecoderWeights weights_;
   const Kernels* const kernels_;
-  ThreadPool pool_;
+  ThreadPool& pool_;
   KvCache cache_;
 
   const std::unique_ptr<Collectives> collectives_;
@@ -155,6 +159,7 @@ class Decoder {
   std::vector<int> first_row_;                // of each part
   std::vector<std::vector<uint16_t*>> pages_;  // of each part's sequence
   std::vector<Row> rows_;
+  std::vector<int> tree_slots_;                // of the rows of trees: those of their ancestors, then their own
   std::vector<int> logit_rows_;
   const int32_t* tokens_ = nullptr;
 

@@ -71,4 +71,33 @@ int64_t KvCache::growth(int sequence, int count) const {
 
 void KvCache::advance(int sequence, int count) { at(sequence).length += count; }
 
+void KvCache::compact(int sequence, int length, const std::vector<int>& path) {
+  const Sequence& s = at(sequence);
+  const int count = static_cast<int>(path.size());
+  for (int i = 0; i < count; ++i)
+    if (path[i] < (i ? path[i - 1] + 1 : 0) || length + path[i] >= s.length)
+      throw std::invalid_argument("cannot keep position " + std::to_string(length) + " + " + std::to_string(path[i]) +
+                                  " of sequence " + std::to_string(sequence));
+  for (int i = 0; i < count; ++i)
+    if (path[i] != i) copy(s, length + path[i], length + i);
+  truncate(sequence, length + count);
+}
+
+// One position of all layers and heads.
+void KvCache::copy(const Sequence& s, int from, int to) {
+  const int head = static_cast<int>(key_elements_ / kPage), wide = padded(head, 32);
+  const uint16_t* source = s.pages[static_cast<size_t>(from / kPage)].get();
+  uint16_t* target = s.pages[static_cast<size_t>(to / kPage)].get();
+  from %= kPage;
+  to %= kPage;
+  const int64_t end = page_bytes_ / static_cast<int64_t>(sizeof(uint16_t));
+  for (int64_t keys = 0; keys < end; keys += slot_elements_) {
+    const int64_t key_from = keys + from / 16 * 16 * head + from % 16 * 2, key_to = keys + to / 16 * 16 * head + to % 16 * 2;
+    for (int d = 0; d < head / 2 * 32; d += 32) std::memcpy(target + key_to + d, source + key_from + d, 2 * sizeof(uint16_t));
+    const int64_t values = keys + key_elements_;
+    for (int d = 0; d < wide; d += 32)
+      std::memcpy(target + values + d * kPage + to * 32, source + values + d * kPage + from * 32, 32 * sizeof(uint16_t));
+  }
+}
+
 }  // namespace quasar

@@ -23,6 +23,9 @@ class KvCache {
   // Makes positions [length, length + count) writable; `advance` then counts them as cached.
   void reserve(int sequence, int count);
   void advance(int sequence, int count);
+  // Keeps, behind the first `length` positions, those at length + path[i] (ascending), which move together to length + i; the
+  // sequence must not share the pages that they lie in.
+  void compact(int sequence, int length, const std::vector<int>& path);
   // Bytes that `reserve` would add: new pages, and the copy of a last page that is shared.
   int64_t growth(int sequence, int count) const;
   // Bytes of a sequence of so many positions that shares nothing.
@@ -43,6 +46,7 @@ class KvCache {
   };
 
   static int64_t pages_of(int64_t positions) { return (positions + kPage - 1) / kPage; }
+  void copy(const Sequence& s, int from, int to);
   Sequence& at(int sequence);
   const Sequence& at(int sequence) const;
 
