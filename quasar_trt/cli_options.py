@@ -180,13 +180,15 @@ def drafter_options(*besides: str):
     """--drafter and --drafter-option, for a command that drafts; `besides` are allowed with the registry's names."""
 
     def names() -> list[str]:
-        from quasar_trt.drafters import DRAFTERS
+        from quasar_trt.drafters.registry import drafter_names
 
-        return [*DRAFTERS, *besides]
+        return [*drafter_names(), *besides]
 
     def check(ctx, param, value):
-        if value not in names():
-            raise unknown("drafter", value, names())
+        from quasar_trt.drafters.registry import check_drafter_name
+
+        if value not in besides:
+            check_drafter_name(value, besides)
         return value
 
     def decorate(command):

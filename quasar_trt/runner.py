@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from quasar_trt.detokenizer import Detokenizer
-from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.base import Drafter
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError
 from quasar_trt.generation import Generation
@@ -59,6 +59,8 @@ class Runner:
         kv_cache_memory_bytes: int | None = None,
     ):
         self.engine = engine
+        if drafter:
+            drafter.attach(engine, step_cost, tokenizer)
         self._kv_budget = KvBudget(engine, kv_cache_memory_bytes)
         self._scheduler = Scheduler(engine, drafter, max_batch_size, max_draft_len, self._kv_budget, step_cost)
         self._tokenizer = tokenizer

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from engine_steps import prefill, rows_of
 
-from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.base import Draft
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.engines import open_engine
 from quasar_trt.engines.base import SequenceStep
 from quasar_trt.runner import Runner

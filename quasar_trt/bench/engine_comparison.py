@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.base import Draft
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.engines.base import Acceptance, Engine, SequenceStep
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams

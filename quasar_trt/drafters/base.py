@@ -18,7 +18,9 @@ import numpy as np
 from quasar_trt.errors import QuasarError
 
 if TYPE_CHECKING:
+    from quasar_trt.engines.base import Engine
     from quasar_trt.sampling import Sampler
+    from quasar_trt.step_cost import StepCost
 
 
 @dataclass(frozen=True)
@@ -118,14 +120,22 @@ class Drafter(ABC):
     """Proposes draft tokens for the requests of one runner. Its state lives between `start` and `stop` of a request.
 
     reads_logits: whether `read` is to be called.
+    hidden_layers: the places whose hidden states `read_states` is to be called with, as `Engine.keep_hidden_states` has them.
     """
 
     reads_logits = False
+    hidden_layers: tuple[int, ...] = ()
     num_speculative_tokens: (
         int | None
     )  # the most draft tokens that are asked of it per request; None for the engine's limit
 
-    def start(self, request_id: int, context: Sequence[int]) -> None:  # noqa: B027 (optional hook)
+    def attach(self, engine: Engine, step_cost: StepCost | None, tokenizer: object | None) -> None:  # noqa: B027 (optional hook)
+        """The verifier, before anything else: its engine, what its passes cost, and its tokenizer or the directory of that.
+
+        Raises QuasarError when the drafter does not fit it.
+        """
+
+    def start(self, request_id: int, context: Sequence[int]) -> None:  # noqa: B027
         """A request begins; `context` is its growing list of prompt and emitted ids, shared, never copied."""
 
     @abstractmethod
@@ -141,6 +151,13 @@ class Drafter(ABC):
 
         draft: the part that was verified; logits: [1 + len(draft), vocab] float32, valid only during the call. Row 0 belongs
         to the last id of the request's context, row i to draft token i - 1, accepted or not.
+        """
+
+    def read_states(self, request_id: int, position: int, states: np.ndarray) -> None:  # noqa: B027
+        """The hidden states of the tokens that have entered the request's cache, before the request is observed.
+
+        position: of the first of these tokens in the text; below that of tokens read before where the cache was lost, above 0 at first
+        where it was shared. states: [tokens, places of `hidden_layers`, hidden_size] float32.
         """
 
     def observe(self, request_id: int, emitted: Sequence[int], num_accepted_tokens: int) -> None:  # noqa: B027

@@ -22,6 +22,7 @@ from torch.nn import functional
 from quasar_trt.architectures import architecture_of, hadamard_blocks
 from quasar_trt.checkpoint import LAYER_PREFIX, Checkpoint, below_layer
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
+from quasar_trt.engines.source_basis import SourceBasis
 from quasar_trt.errors import QuasarError
 from quasar_trt.machine import missing
 from quasar_trt.manifest import Manifest
@@ -148,11 +149,15 @@ class ReferenceModel:
         return self.logits(self.hidden_states([(ids, self.new_cache())]))
 
     @torch.no_grad()
-    def hidden_states(self, batch: Batch, parents: Parents | None = None) -> Tensor:
+    def hidden_states(
+        self, batch: Batch, parents: Parents | None = None, kept: dict[int, Tensor | None] | None = None
+    ) -> Tensor:
         """Runs the layers over new ids of several sequences, packed into rows one sequence after the other.
 
-        Extends each cache by its ids. Returns the states after the final norm, [rows, hidden_size].
+        Extends each cache by its ids. Returns the states after the final norm, [rows, hidden_size]. kept: gets the states that enter
+        each layer that it names, and under the number of all layers those that are returned.
         """
+        kept = {} if kept is None else kept
         x, rotations = self.embed(batch), self.rotations(batch, parents)
         masks = (
             None
@@ -160,13 +165,21 @@ class ReferenceModel:
             else [_visible(len(ids), each) for (ids, _), each in zip(batch, parents, strict=True)]
         )
         for i in range(self.config.num_hidden_layers):
+            if i in kept:
+                kept[i] = x
             x = self.layer(i, x, batch, rotations, masks)
-        return self._norm("transformer.ln_f", x)
+        x = self._norm("transformer.ln_f", x)
+        if self.config.num_hidden_layers in kept:
+            kept[self.config.num_hidden_layers] = x
+        return x
 
     def embed(self, batch: Batch) -> Tensor:
         """The packed rows [rows, hidden_size] that enter the first layer."""
-        ids = torch.tensor([token for tokens, _ in batch for token in tokens], device=self.device)
-        return self.tensors["transformer.vocab_embedding.weight"][ids].to(self.dtype)
+        return self.embeddings([token for tokens, _ in batch for token in tokens])
+
+    def embeddings(self, ids: Sequence[int]) -> Tensor:
+        """Rows [ids, hidden_size] of the embedding."""
+        return self.tensors["transformer.vocab_embedding.weight"][torch.tensor(ids, device=self.device)].to(self.dtype)
 
     @torch.no_grad()
     def layer(
@@ -300,13 +313,28 @@ class ReferenceEngine(Engine):
     """`ReferenceModel` behind the engine interface."""
 
     def __init__(
-        self, model: ReferenceModel, *, max_seq_len: int, max_rows: int = 512, kv_dtype: torch.dtype = torch.bfloat16
+        self,
+        model: ReferenceModel,
+        *,
+        max_seq_len: int,
+        max_rows: int = 512,
+        kv_dtype: torch.dtype = torch.bfloat16,
+        basis: SourceBasis | None = None,
     ):
+        """basis: of the source of a rotated model; without it there are no hidden states."""
         self.model = model
         self.config = model.config
         self.max_seq_len = max_seq_len
+        self._basis = basis if model.recipe.rotate else SourceBasis()
+        self._kept_layers: tuple[int, ...] = ()
+        self._kept: tuple[Tensor, ...] = ()  # of each entry of the last pass: [rows, kept places, hidden_size]
         self.capabilities = Capabilities(
-            max_rows=max_rows, accepts_inside=False, tree=True, hidden_states=False, fork=True, exact=False
+            max_rows=max_rows,
+            accepts_inside=False,
+            tree=True,
+            hidden_states=self._basis is not None,
+            fork=True,
+            exact=False,
         )
         self.weight_bytes_per_step = sum(
             tensor.nbytes
@@ -333,7 +361,8 @@ class ReferenceEngine(Engine):
         checkpoint = Checkpoint.open(Path(engine_dir) / "checkpoint")
         tensors = {name: tensor.to(device) for name, tensor in load_tensors(checkpoint.paths[0]).items()}
         model = ReferenceModel(checkpoint.config, checkpoint.recipe, tensors)
-        return cls(model, max_seq_len=manifest.limits.max_seq_len, max_rows=max_rows, kv_dtype=kv_dtype)
+        basis = SourceBasis.open(engine_dir, checkpoint.recipe)
+        return cls(model, max_seq_len=manifest.limits.max_seq_len, max_rows=max_rows, kv_dtype=kv_dtype, basis=basis)
 
     def open(self) -> int:
         handle = next(self._handles)
@@ -375,6 +404,20 @@ class ReferenceEngine(Engine):
         width = self.config.num_key_value_heads * self.config.head_size
         return num_tokens * width * self._kv_dtype.itemsize * 2 * self.config.num_hidden_layers
 
+    def keep_hidden_states(self, layers: Sequence[int]) -> None:
+        self._kept_layers = tuple(layers)
+
+    def hidden_states(self, index: int, rows: Sequence[int]) -> np.ndarray:
+        states = self._kept[index][list(rows)].float().cpu().numpy()
+        return self._basis.states(states, [layer == self.config.num_hidden_layers for layer in self._kept_layers])
+
+    def embeddings(self, ids: Sequence[int]) -> np.ndarray:
+        return self._basis.embeddings(self.model.embeddings(list(ids)).float().cpu().numpy())
+
+    def head_logits(self, states: np.ndarray) -> np.ndarray:
+        rows = torch.from_numpy(self._basis.for_head(states)).to(self.model.device, self.model.dtype)
+        return self.model.logits(rows).cpu().numpy()
+
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         self.check(batch)
         if not batch:
@@ -384,7 +427,12 @@ class ReferenceEngine(Engine):
         extended = [cache.first(cache.length) for cache in caches]
         rows = [(*entry.tokens, *entry.draft.ids) for entry in batch]
         parents = [entry.draft.parents if entry.draft.is_tree else () for entry in batch]
-        states = self.model.hidden_states(list(zip(rows, extended, strict=True)), parents).split(list(map(len, rows)))
+        kept_states: dict[int, Tensor | None] = dict.fromkeys(self._kept_layers)
+        states = self.model.hidden_states(list(zip(rows, extended, strict=True)), parents, kept_states)
+        states = states.split(list(map(len, rows)))
+        if self._kept_layers:
+            places = torch.stack([kept_states[layer] for layer in self._kept_layers], dim=1)
+            self._kept = places.split(list(map(len, rows)))
         acceptances: list[Acceptance | None] = []
         kept: list[KVCache] = []
         for index, entry in enumerate(batch):

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.base import Draft
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.engines import open_engine
 from quasar_trt.engines.base import Acceptance, SequenceStep
 from quasar_trt.engines.cpu import CpuEngine

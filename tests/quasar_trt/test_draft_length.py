@@ -13,9 +13,9 @@ from tiny import random_ids, tiny_checkpoint
 from quasar_trt import draft_length
 from quasar_trt.builders.cpu_target import compile_cpu
 from quasar_trt.draft_length import DraftLengths
-from quasar_trt.drafters import DRAFTERS, make_drafter
 from quasar_trt.drafters.base import NO_DRAFT, Draft, DraftRequest
 from quasar_trt.drafters.estimates import AcceptanceEstimates
+from quasar_trt.drafters.registry import DRAFTERS, make_drafter
 from quasar_trt.engines.cpu import CpuEngine
 from quasar_trt.recipe import Recipe
 from quasar_trt.runner import Runner

@@ -12,8 +12,8 @@ import torch
 from llm_engines import llm_engine, stub_bindings
 from stubs import ByteTokenizer, SamplingDrafter, StubDrafter, StubEngine, perfect_rule, random_logits
 
-from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.base import Draft
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.engines.executor_requests import ExecutorRequests
 from quasar_trt.engines.sequence_sampling import SequenceSampling
 from quasar_trt.errors import QuasarError

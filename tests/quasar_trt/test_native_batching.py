@@ -9,8 +9,8 @@ import pytest
 from tiny import random_ids, tiny_checkpoint
 
 from quasar_trt.builders.cpu_target import compile_cpu
-from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.base import Draft
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.engines.base import Acceptance, Engine, SequenceStep
 from quasar_trt.engines.cpu import CpuEngine
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.base import DraftRequest
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.sampling import Sampler
 from quasar_trt.sampling_params import SamplingParams
 

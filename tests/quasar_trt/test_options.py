@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from stubs import StubEngine, chain_logits, random_logits
 
-from quasar_trt.drafters import DRAFTERS, make_drafter
+from quasar_trt.drafters.registry import DRAFTERS, OPERANDS, make_drafter
+from quasar_trt.engines import open_engine
 from quasar_trt.errors import QuasarError
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
@@ -22,6 +23,8 @@ DRAFTER = {
         "prompt_lookup_min": 3,
     },
     "recycle": {"num_speculative_tokens": 2},
+    "medusa": {"num_speculative_tokens": 2, "top_k": 2},
+    "eagle": {"num_speculative_tokens": 2, "depth": 2, "top_k": 2},
     "suffix": {"num_speculative_tokens": 2, "branches": 3, "history_tokens": 100},
 }
 DRAFTER_CONTEXT = [1, 2, 7, 6, 5, 4, 3, 8, 2, 1, 2]
@@ -34,7 +37,24 @@ def generate() -> list[int]:
     return Runner(engine, eos_token_ids=[3]).generate([1, 2])[0].outputs[0].token_ids
 
 
-def propose(name: str, **options) -> tuple[int, ...]:
+@pytest.fixture(scope="module")
+def propose(engine_dirs, head_dirs):
+    """(name of a drafter, its options) -> what it proposes."""
+
+    def asked(name: str, **options):
+        if name not in OPERANDS:
+            return draft_of(name, **options)
+        drafter, drafts = make_drafter(f"{name}:{head_dirs[name]}", options), []
+        given = drafter.propose
+        drafter.propose = lambda batch: drafts.append(given(batch)) or drafts[-1]
+        engine = open_engine(engine_dirs["BF16"], "cpu", threads=1)
+        Runner(engine, drafter=drafter).generate([[1, 2, 3]], SamplingParams(temperature=0, ignore_eos=True))
+        return [(draft.ids, draft.parents) for (draft,) in drafts]
+
+    return asked
+
+
+def draft_of(name: str, **options) -> tuple[int, ...]:
     """The draft that comes with DRAFTER_CONTEXT, after a request that emitted DRAFTER_ANSWER."""
     runner = Runner(
         engine := StubEngine(chain_logits(DRAFTER_ANSWER, 1, 10), 10),
@@ -52,16 +72,17 @@ def test_tables_name_every_field():
 
 
 @pytest.mark.parametrize(("name", "option", "value"), OPTIONS)
-def test_drafter_option_acts(name, option, value):
-    drafter = make_drafter(name, {option: value})
+def test_drafter_option_acts(propose, name, option, value):
+    drafter = make_drafter(f"{name}:nowhere" if name in OPERANDS else name, {option: value})
     assert getattr(drafter.options, option) == value
     assert value != next(f.default for f in dataclasses.fields(DRAFTERS[name][1]) if f.name == option)
     assert propose(name, **{option: value}) != propose(name)
 
 
-def test_every_default_works():
+def test_every_default_works(propose):
     assert 0 < len(generate()) <= 16
-    for name in DRAFTERS:
+    assert all(any(ids for ids, _ in propose(name)) for name in OPERANDS)
+    for name in DRAFTERS.keys() - OPERANDS:
         engine = StubEngine(random_logits(5), 5)
         (output,) = Runner(engine, drafter=make_drafter(name)).generate([1, 2, 1])
         assert len(output.outputs[0].token_ids) == 16
@@ -132,6 +153,12 @@ def test_every_default_works():
         ),
         (lambda: make_drafter("suffix", {"history_tokens": 1e4}), "history_tokens is 10000.0; allowed"),
         (lambda: make_drafter(None, {"num_speculative_tokens": 3}), "without a drafter"),
+        (lambda: make_drafter("medusa", {}), "drafter is 'medusa'; allowed: medusa:DIR"),
+        (lambda: make_drafter("eagle:", {}), "drafter is 'eagle:'; allowed: eagle:DIR"),
+        (lambda: make_drafter("ngram:dir", {}), "unknown drafter 'ngram:dir'; one of: eagle:DIR, medusa:DIR, ngram"),
+        (lambda: make_drafter("medusa:x", {"top_k": 0}), "top_k is 0; it must be a whole number of at least 1"),
+        (lambda: make_drafter("eagle:x", {"depth": 1.5}), "depth is 1.5; it must be a whole number"),
+        (lambda: make_drafter("eagle:x", {"dept": 3}), "unknown eagle drafter option 'dept'.*did you mean 'depth'"),
     ],
 )
 def test_bad_value_is_named(make, message):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from stubs import StubEngine, paths, random_logits
 
-from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.adjacency import IN_PROMPT, NUM_KINDS, Adjacency, largest
 from quasar_trt.drafters.base import NO_DRAFT, Draft, DraftRequest
 from quasar_trt.drafters.recycle import _PRIORS
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.drafters.tree import likeliest_tree
 from quasar_trt.runner import Runner
 from quasar_trt.sampling import Sampler

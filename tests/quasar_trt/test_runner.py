@@ -15,7 +15,7 @@ from stubs import (
     random_logits,
 )
 
-from quasar_trt.drafters import make_drafter
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.errors import QuasarError
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from stubs import ByteTokenizer, StubDrafter, StubEngine, chain_logits, random_logits
 
-from quasar_trt.drafters import make_drafter
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.errors import QuasarError
 from quasar_trt.outputs import StreamOutput
 from quasar_trt.runner import Runner

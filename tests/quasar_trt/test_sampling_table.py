@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quasar_trt.drafters import DRAFTERS, make_drafter
+from quasar_trt.drafters.registry import DRAFTERS, OPERANDS, make_drafter
 from quasar_trt.engines import ENGINES
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
@@ -74,7 +74,7 @@ HERE = set(ENGINES) - {"tensorrt", "tensorrt_llm"}
 
 
 @pytest.fixture(scope="module")
-def runners(engine_dirs):
+def runners(engine_dirs, head_dirs):
     """(drafter, engine) -> runner that verifies every draft whole; drafter None for plain decoding."""
     plain = {name: Runner.from_dir(engine_dirs["INT8"], drafter=None, engine=name, threads=1) for name in HERE}
 
@@ -84,7 +84,10 @@ def runners(engine_dirs):
             opened.engine,
             tokenizer=opened.tokenizer,
             eos_token_ids=opened.eos_token_ids,
-            drafter=make_drafter(drafter, drafter and {"num_speculative_tokens": 4}),
+            drafter=make_drafter(
+                f"{drafter}:{head_dirs[drafter]}" if drafter in OPERANDS else drafter,
+                drafter and {"num_speculative_tokens": 4},
+            ),
         )
 
     return runner

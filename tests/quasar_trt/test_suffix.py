@@ -10,9 +10,9 @@ import pytest
 from stubs import paths
 
 from quasar_trt.drafters import automaton as automaton_module
-from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.automaton import Cursor, SuffixAutomaton
 from quasar_trt.drafters.base import Draft, DraftRequest
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.sampling import Sampler
 from quasar_trt.sampling_params import SamplingParams
 

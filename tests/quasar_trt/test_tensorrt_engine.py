@@ -7,7 +7,7 @@ from plan_double import TensorRTDouble
 from tiny import random_ids
 from tiny_plan import LIMITS, MODEL, assert_same_logits, double, entry, open_double, reference_engine, steps
 
-from quasar_trt.drafters import make_drafter
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.engines.base import Acceptance
 from quasar_trt.engines.plan_bindings import INPUT_IDS, LOGITS_ROWS
 from quasar_trt.errors import QuasarError

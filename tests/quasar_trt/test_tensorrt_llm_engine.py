@@ -12,8 +12,8 @@ from tiny import random_ids, tiny_checkpoint
 
 from quasar_trt.bench.cell import verify_costs
 from quasar_trt.bench.kernels import engine_curves
-from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.base import Draft
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.engines.base import SequenceStep
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
 from quasar_trt.errors import QuasarError

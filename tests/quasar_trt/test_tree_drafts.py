@@ -12,8 +12,8 @@ from tiny import random_ids, tiny_checkpoint
 
 from quasar_trt.builders.cpu_target import compile_cpu
 from quasar_trt.draft_length import DraftLengths
-from quasar_trt.drafters import make_drafter
 from quasar_trt.drafters.base import Draft, Drafter
+from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.engines.cpu import CpuEngine
 from quasar_trt.engines.reference import ReferenceEngine, ReferenceModel
 from quasar_trt.recipe import Recipe
