@@ -209,6 +209,10 @@ def as_tree(nodes: Sequence[tuple[float, tuple[int, ...]]], limit: int) -> Draft
     return Draft(tuple(path[-1] for _, path in best), tuple(places[path[:-1]] for _, path in best))
 
 
+def _another(token: int) -> int:
+    return (token + 1) % 250
+
+
 class Watched(Drafter):
     """Another drafter, what it reads and proposes noted; every second draft is replaced by a tree that holds three right tokens.
 
@@ -222,6 +226,7 @@ class Watched(Drafter):
         self.states: dict[int, dict[int, Tensor]] = {}
         self.proposals: list[tuple[list[int], int, Draft, Tensor]] = []
         self.contexts: dict[int, Sequence[int]] = {}
+        self._num_steps = 0
         self._prompts: dict[int, tuple[int, ...]] = {}
 
     def attach(self, engine, step_cost, tokenizer):
@@ -239,7 +244,8 @@ class Watched(Drafter):
             known = self.states[request.request_id]
             states = torch.stack([known[i] for i in sorted(known)]) if known else torch.empty(0)
             self.proposals.append((list(request.context), request.limit, draft, states))
-        if len(self.proposals) % 2:
+        self._num_steps += 1
+        if self._num_steps % 2:
             return drafts
         return [self._right(request) if request.tree else draft for request, draft in zip(batch, drafts, strict=True)]
 
@@ -249,7 +255,7 @@ class Watched(Drafter):
         right = list(self.answers[prompt][begin : begin + 3])
         if request.limit < 6 or len(right) < 3:
             return NO_DRAFT
-        return Draft((right[0] ^ 1, right[0], right[1] ^ 1, right[1], right[2]), (-1, -1, 1, 1, 3))
+        return Draft((_another(right[0]), right[0], _another(right[1]), right[1], right[2]), (-1, -1, 1, 1, 3))
 
     def read_states(self, request_id, position, states):
         for place, state in enumerate(states, position):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
-from torch import Tensor
 
 from quasar_trt.engines.base import Engine
 from quasar_trt.machine import usable_cpus
@@ -12,13 +12,16 @@ from quasar_trt.plugins import native
 from quasar_trt.plugins.packing import pack_weight
 from quasar_trt.tensorfile import float32_of, to_numpy
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 class DraftLinear:
     """weight: [out, in], rounded to BF16; bias: [out] or None; pool: as `draft_pool` gives it."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, pool: object | None):
         self._out, self._in = weight.shape
-        rounded = to_numpy(weight.to(torch.bfloat16))
+        rounded = to_numpy(weight.bfloat16())
         self._weight = float32_of(rounded) if pool is None else pack_weight(rounded)
         self._bias = None if bias is None else float32_of(bias)
         self._pool = pool

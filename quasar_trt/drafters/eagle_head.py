@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from quasar_trt.drafters.draft_linear import DraftLinear, rms_norm
 from quasar_trt.drafters.eagle_layer import EagleLayer, TextRows
@@ -20,6 +20,9 @@ from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig, whole_number
 from quasar_trt.tensorfile import float32_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _EMBEDDING = "embed_tokens.weight"
 _LEAST_LAYERS = 7  # for three different states

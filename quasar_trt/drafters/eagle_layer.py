@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from quasar_trt.drafters.draft_linear import DraftLinear, rms_norm, silu
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.rope import rope_tables
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class LayerCache:
@@ -60,6 +62,8 @@ class EagleLayer:
     def __init__(
         self, config: ModelConfig, tensors: Mapping[str, Tensor], prefix: str, max_positions: int, pool: object | None
     ):
+        import torch
+
         def linear(*names: str) -> DraftLinear:
             weights = [tensors[f"{prefix}{name}.weight"] for name in names]
             biases = [tensors.get(f"{prefix}{name}.bias") for name in names]

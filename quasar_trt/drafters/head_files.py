@@ -6,14 +6,13 @@ import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WEIGHT_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
 
@@ -37,6 +36,10 @@ def read_weights(directory: Path) -> tuple[dict[str, Tensor], Path]:
 
     Raises QuasarError.
     """
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     path = next((directory / name for name in WEIGHT_FILES if (directory / name).is_file()), None)
     if path is None:
         raise QuasarError(f"{directory} has no weights of a head; one of: {', '.join(WEIGHT_FILES)}")
@@ -47,7 +50,7 @@ def read_weights(directory: Path) -> tuple[dict[str, Tensor], Path]:
     except (OSError, RuntimeError, ValueError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
         why = str(error).partition("\n")[0]
         raise QuasarError(f"{path} cannot be read as tensors ({why}); get an intact copy of the head") from None
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise QuasarError(f"{path} holds something else than tensors by name; get the head's published weights")
     return tensors, path
 

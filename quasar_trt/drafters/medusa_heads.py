@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from quasar_trt.drafters.draft_linear import DraftLinear, silu
 from quasar_trt.drafters.head_files import check_shapes, read_config, read_weights
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import whole_number
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PREFIX = "medusa_head."
 
@@ -40,8 +42,9 @@ class MedusaHeads:
         found, path = read_weights(directory)
         tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in found.items()}
         # There are published files with more heads than their configuration says, and all of them are trained.
-        numbers = [int(first) for first, _, _ in (name.partition(".") for name in tensors) if first.isdecimal()]
-        self.num_heads = max([num_heads, *(number + 1 for number in numbers)])
+        while any(name.startswith(f"{num_heads}.") for name in tensors):
+            num_heads += 1
+        self.num_heads = num_heads
         expected: dict[str, tuple[int, ...]] = {}
         for i in range(self.num_heads):
             for layer in range(num_layers):
@@ -78,7 +81,7 @@ def _equal(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Indices of equal tensors, together."""
     groups: list[list[int]] = []
     for index, tensor in enumerate(tensors):
-        group = next((group for group in groups if torch.equal(tensors[group[0]], tensor)), None)
+        group = next((group for group in groups if tensors[group[0]].equal(tensor)), None)
         if group is None:
             groups.append([index])
         else:

@@ -70,12 +70,15 @@ def test_a_cache_that_was_lost_or_shared_changes_no_ids(deep_dirs, tmp_path, var
     common = random_ids(engine.config, 70)
     prompts = [[*common, *random_ids(engine.config, 9, seed=seed)] for seed in range(3)]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    plain = [Runner(engine).generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+    plain_runner = Runner(engine)
+    plain = [plain_runner.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
+    plain_runner.reset_prefix_cache()
     room = engine.bytes_of(256)
     for prefix in (prompts[:1], []):
         runner = Runner(engine, drafter=make_drafter(f"eagle:{directory}"), kv_cache_memory_bytes=room)
         runner.generate(prefix, params)
         assert [each.outputs[0].token_ids for each in runner.generate(prompts, params)] == plain
+        runner.reset_prefix_cache()
     assert runner.service.num_preemptions and runner.service.num_reused_tokens
 
 
