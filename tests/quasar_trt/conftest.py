@@ -49,7 +49,7 @@ def head_dirs(engine_dirs, tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def deep_model():
     """A model of enough layers for every head; its hidden_size is no multiple of 16."""
-    return tiny_llama(5, num_hidden_layers=7, hidden_size=40, intermediate_size=56, vocab_size=VOCAB_SIZE)
+    return tiny_llama(5, num_hidden_layers=7, hidden_size=42, intermediate_size=56, vocab_size=VOCAB_SIZE)
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,9 @@ from quasar_trt.sampling_params import SamplingParams
 
 # third, fields of the configuration, whether fc has a bias, whether the head has an embedding of its own
 VARIANTS = {
-    "EAGLE": (False, {"hidden_size": 40}, True, True),
-    "EAGLE-2": (False, {"hidden_size": 40, "num_key_value_heads": 4}, False, False),
-    "EAGLE-3": (True, {"hidden_size": 40, "draft_vocab_size": 90}, True, False),
+    "EAGLE": (False, {"hidden_size": 42}, True, True),
+    "EAGLE-2": (False, {"hidden_size": 42, "num_key_value_heads": 4}, False, False),
+    "EAGLE-3": (True, {"hidden_size": 42, "draft_vocab_size": 90}, True, False),
     "EAGLE-3 of another width": (True, {"hidden_size": 24, "draft_vocab_size": 257}, True, True),
 }
 
@@ -87,7 +87,7 @@ def test_features_that_come_again_are_known_and_a_gap_begins_anew(deep_model):
 
     context = list(range(30))
     text = HeadText(context, model_config(deep_model))
-    row = torch.arange(30.0)[:, None].expand(30, 40).numpy()
+    row = torch.arange(30.0)[:, None].expand(30, 42).numpy()
     text.add(0, row[:5])
     text.add(3, row[3:8])  # three of them again
     ids, features, rows = text.next_rows(100)

@@ -51,10 +51,10 @@ def test_an_older_eagle_file_is_read(engine, tmp_path):
 def test_missing_unexpected_and_misshaped_tensors_are_listed(engine, tmp_path):
     tensors = medusa_tensors(engine.config, 2, 1)
     del tensors["1.0.linear.bias"]
-    tensors |= {"extra": torch.zeros(2), "0.1.weight": torch.zeros(5, 40)}
+    tensors |= {"extra": torch.zeros(2), "0.1.weight": torch.zeros(5, 42)}
     write_medusa(tmp_path / "heads", tensors, 2, 1)
     told = refusal(engine, f"medusa:{tmp_path / 'heads'}")
-    for part in ("missing 1.0.linear.bias [40]", "unexpected extra [2]", "0.1.weight is [5, 40], must be [257, 40]"):
+    for part in ("missing 1.0.linear.bias [42]", "unexpected extra [2]", "0.1.weight is [5, 42], must be [257, 42]"):
         assert part in told
 
 
@@ -71,7 +71,7 @@ def test_eagle_tensors_are_listed(engine, tmp_path):
     ("third", "fields", "message"),
     [
         (False, {"vocab_size": 200}, "has vocab_size 200, the engine's model 257"),
-        (False, {"hidden_size": 24}, "has hidden_size 24, the engine's model 40"),
+        (False, {"hidden_size": 24}, "has hidden_size 24, the engine's model 42"),
         (False, {"num_hidden_layers": 2}, "num_hidden_layers 2; allowed: 1"),
         (False, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         (True, {"draft_vocab_size": 0}, "draft_vocab_size is 0"),

@@ -105,7 +105,7 @@ def test_nothing_is_kept_unless_asked(engines):
     engine = engines["BF16", "cpu"]
     engine.keep_hidden_states([])
     prefill(engine, [1, 2, 3])
-    assert engine.hidden_states(0, [0]).shape == (1, 0, 40)
+    assert engine.hidden_states(0, [0]).shape == (1, 0, 42)
     engine.keep_hidden_states([7])
     with pytest.raises(ValueError, match="no state 0 of row 3"):
         prefill(engine, [1, 2, 3])

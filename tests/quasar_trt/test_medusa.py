@@ -69,7 +69,7 @@ def test_without_trees_the_likeliest_path_is_proposed(deep_dirs, tmp_path):
     assert chain.ids == tuple(int(each.argmax()) for each in logits) and not chain.is_tree
 
 
-_STATE = {40: torch.randn(40, generator=torch.Generator().manual_seed(3)).numpy()}
+_STATE = {42: torch.randn(42, generator=torch.Generator().manual_seed(3)).numpy()}
 
 
 def _request(drafter, engine, tree: bool):
