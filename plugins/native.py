@@ -30,12 +30,12 @@ def isa_names() -> list[str]:
     return _native.isa_names() if _native else []
 
 
-def decoder(shape: dict, tensors: dict[str, np.ndarray], threads: int, isa: str, collectives: dict | None):
-    """The native decoder that `quasar_trt.engines.cpu` drives, over packed tensors that it keeps alive.
+def decoder(shape: dict, tensors: dict[str, np.ndarray], pool, isa: str, collectives: dict | None):
+    """The native decoder that `quasar_trt.engines.cpu` drives, over packed tensors and a thread pool that it keeps alive.
 
     collectives: name -> callable on an array, as plugins/csrc/bindings.cpp uses them; None for a single rank.
     """
-    return _native.Decoder(shape, tensors, threads, isa, collectives)
+    return _native.Decoder(shape, tensors, pool, isa, collectives)
 
 
 def _vector(vector, size: int, what: str) -> np.ndarray | None:
@@ -110,7 +110,7 @@ def silu_mul_smooth_quantize(
 
 
 def thread_pool(threads: int):
-    """Threads for `sum_words` and `packed_linear`, which wait for each other as those of an engine do."""
+    """Threads for decoders, `sum_words` and `packed_linear`, for one of them at a time. Raises RuntimeError where the system gives no more."""
     return _native.ThreadPool(threads)
 
 

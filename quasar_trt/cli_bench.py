@@ -1,12 +1,24 @@
-"""The command line's benchmarks: quasar-trt bench [cells] | kernels | requests."""
+"""The command line's benchmarks: quasar-trt bench [cells] | drafters | kernels | requests."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import click
 
-from quasar_trt.bench.options import BenchOptions, KernelBenchOptions, RequestsBenchOptions
-from quasar_trt.cli_options import PATH, THREADS, DefaultGroup, Numbers, drafter_options, field_option
+from quasar_trt.bench.options import (
+    BenchOptions,
+    CellOptions,
+    DrafterBenchOptions,
+    KernelBenchOptions,
+    RequestsBenchOptions,
+)
+from quasar_trt.cli_options import PATH, THREADS, DefaultGroup, Names, Numbers, drafter_options, field_option
 from quasar_trt.cli_output import check_outputs, show_report
+
+if TYPE_CHECKING:
+    from quasar_trt.bench.prompts import Prompt
 
 
 @click.group(cls=DefaultGroup)
@@ -17,6 +29,24 @@ def bench():
     """
 
 
+def cell_options(command):
+    """The options of a benchmark of cells."""
+    for option in (
+        THREADS,
+        field_option(CellOptions, "raw", "Encode prompts as they are, without the chat template.", flag=True),
+        field_option(CellOptions, "ignore_eos", "Go on past the end-of-sequence token.", flag=True),
+        field_option(CellOptions, "seed", "Seed of every request.", type=int),
+        field_option(CellOptions, "temperature", "0 is greedy.", type=float),
+        field_option(CellOptions, "max_tokens", "Most tokens to emit per prompt.", type=int),
+        field_option(CellOptions, "repeats", "Times that each cell decodes each prompt.", type=int),
+        field_option(CellOptions, "random_prompts", "Prompts of random ids, in which nothing repeats.", type=int),
+        click.option("--limit-per-task", type=click.IntRange(min=1), help="Use only the first N prompts of each task."),
+        click.option("--prompts", type=PATH, metavar="FILE", help="JSON Lines with prompt, turns or messages."),
+    ):
+        command = option(command)
+    return command
+
+
 OUTPUT = click.option("--output", type=PATH, metavar="FILE", help="Save every figure and time as JSON.")
 MARKDOWN = click.option("--markdown", type=PATH, metavar="FILE", help="Save the tables as Markdown.")
 
@@ -24,17 +54,8 @@ MARKDOWN = click.option("--markdown", type=PATH, metavar="FILE", help="Save the 
 @bench.command()
 @click.option("--int8", type=PATH, required=True, metavar="DIR", help="Engine with INT8 weights.")
 @click.option("--bf16", type=PATH, required=True, metavar="DIR", help="Engine of the same model with BF16 weights.")
-@click.option("--prompts", type=PATH, metavar="FILE", help="JSON Lines with prompt, turns or messages.")
-@click.option("--limit-per-task", type=click.IntRange(min=1), help="Use only the first N prompts of each task.")
-@field_option(BenchOptions, "random_prompts", "Prompts of random ids, in which nothing repeats.", type=int)
 @drafter_options()
-@field_option(BenchOptions, "repeats", "Times that each cell decodes each prompt.", type=int)
-@field_option(BenchOptions, "max_tokens", "Most tokens to emit per prompt.", type=int)
-@field_option(BenchOptions, "temperature", "0 is greedy.", type=float)
-@field_option(BenchOptions, "seed", "Seed of every request.", type=int)
-@field_option(BenchOptions, "ignore_eos", "Go on past the end-of-sequence token.", flag=True)
-@field_option(BenchOptions, "raw", "Encode prompts as they are, without the chat template.", flag=True)
-@THREADS
+@cell_options
 @OUTPUT
 @MARKDOWN
 @click.option("--plot", type=PATH, metavar="FILE.png", help="Draw the speed-ups of each task.")
@@ -43,13 +64,9 @@ def cells(int8, bf16, prompts, limit_per_task, output, markdown, plot, drafter_o
 
     The four cells run interleaved, prompt by prompt, each in a process of its own.
     """
-    from quasar_trt.bench.prompts import load_prompts
-
     check_outputs({"--output": output, "--markdown": markdown, "--plot": plot})
     options = BenchOptions(drafter_options=dict(drafter_option), **options)
-    if not (prompts or options.random_prompts):
-        raise click.UsageError("Missing option '--prompts' or '--random-prompts'.", click.get_current_context())
-    prompts = load_prompts(prompts, limit_per_task) if prompts else []
+    prompts = read_prompts(prompts, limit_per_task, options)
 
     from rich.console import Console
 
@@ -58,9 +75,47 @@ def cells(int8, bf16, prompts, limit_per_task, output, markdown, plot, drafter_o
     report = run_bench({"BF16": bf16, "INT8": int8}, prompts, options, Console(stderr=True))
     show_report(report, output, markdown)
     if plot:
+        from quasar_trt.bench.cell import CELLS
         from quasar_trt.bench.plot import plot as draw
 
-        draw(report, plot)
+        draw(report, CELLS[1:], plot)
+
+
+@bench.command()
+@click.option("--engine", type=PATH, required=True, metavar="DIR", help="Engine that verifies.")
+@field_option(DrafterBenchOptions, "drafters", "Drafters to compare.", type=Names(), metavar="NAME,NAME,...")
+@cell_options
+@OUTPUT
+@MARKDOWN
+@click.option("--plot", type=PATH, metavar="FILE.png", help="Draw the speed-ups of each task.")
+def drafters(engine, prompts, limit_per_task, output, markdown, plot, **options):
+    """Compare drafters on one engine.
+
+    Plain decoding and every drafter run interleaved, prompt by prompt, each in a process of its own.
+    """
+    check_outputs({"--output": output, "--markdown": markdown, "--plot": plot})
+    options = DrafterBenchOptions(**options)
+    prompts = read_prompts(prompts, limit_per_task, options)
+
+    from rich.console import Console
+
+    from quasar_trt.bench.drafters import run_drafter_bench
+
+    report = run_drafter_bench(engine, prompts, options, Console(stderr=True))
+    show_report(report, output, markdown)
+    if plot:
+        from quasar_trt.bench.plot import plot as draw
+
+        draw(report, report.contenders[1:], plot)
+
+
+def read_prompts(path: Path | None, limit_per_task: int | None, options: CellOptions) -> list[Prompt]:
+    """Those of a benchmark of cells, without the random ones. Raises click.UsageError where there are neither."""
+    from quasar_trt.bench.prompts import load_prompts
+
+    if not (path or options.random_prompts):
+        raise click.UsageError("Missing option '--prompts' or '--random-prompts'.", click.get_current_context())
+    return load_prompts(path, limit_per_task) if path else []
 
 
 @bench.command()

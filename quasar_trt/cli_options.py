@@ -51,6 +51,15 @@ class Numbers(click.ParamType):
             raise QuasarError(f"{param.opts[0]} is '{value}'; allowed: numbers with commas between them") from None
 
 
+class Names(click.ParamType):
+    """Names with commas between them; what takes them checks them."""
+
+    name = "name,name,..."
+
+    def convert(self, value, param, ctx):
+        return value if isinstance(value, tuple) else tuple(value.split(","))
+
+
 class Bytes(click.ParamType):
     """A number of bytes, with K, M or G behind it for powers of 1024; what takes it checks its range."""
 

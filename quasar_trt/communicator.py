@@ -21,7 +21,7 @@ from quasar_trt.errors import QuasarError
 PATIENCE = 60  # seconds that a rank waits for the others within a pass or while they open an engine
 _TICK = 1.0  # seconds; a process that is stopped does not count them
 _ROLL_CALL = 3.0  # seconds to answer, once patience is over; the ranks begin to wait within about a tick of each other
-_FIRST_BYTES = 2048  # of an announcement, length included; small enough to be sent without waiting for a receiver
+_FIRST_BYTES = 4000  # of an announcement, length included; small enough to be sent without waiting for a receiver
 _SPIN = 0.0005  # seconds that a listener spins; then it sleeps for a share of what it has waited
 _SLEEP_SHARE, _LONGEST_SLEEP = 0.05, 0.01
 
@@ -66,7 +66,8 @@ class Communicator:
         self._watched: list[Callable[[], int]] = [lambda: self._progress]
         self._launcher = os.getppid()
         threading.Thread(target=self._watch, name="quasar-trt ranks", daemon=True).start()
-        places = self.exchange((mpi.Get_processor_name(), _affinity()))
+        # Without a limit: rank 0 may have other things to do first.
+        places = self.comm.allgather((mpi.Get_processor_name(), _affinity()))
         host, cpus = places[self.rank]
         self.hosts = [name for name, _ in places]
         self.num_sharing = sum(name == host and bool(cpus & others) for name, others in places)

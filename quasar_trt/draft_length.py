@@ -23,6 +23,8 @@ class DraftLengths:
     Longer drafts than seem to pay are still tried at times, lest a cost that was once measured too high stays so; this
     takes at most 0.5 % of the time.
 
+    Tokens whose acceptance counts as certain are always verified: a drafter that draws its tokens may ask for that.
+
     cost: None verifies all that there are rows for.
     """
 
@@ -31,12 +33,15 @@ class DraftLengths:
         self._trial_seconds = 0.0  # that may be spent on trials now
         self._num_trials = 0
 
-    def choose(self, drafts: Sequence[Draft], num_committed: int, num_emitting: int, free: int) -> list[int]:
+    def choose(
+        self, drafts: Sequence[Draft], num_committed: int, num_emitting: int, free: int, seconds: float = 0.0
+    ) -> list[int]:
         """The length for each draft.
 
         num_committed: rows of the pass without drafts; num_emitting: requests that emit a token anyway; free: rows that
         drafts may take. A chunk of a prompt costs what it costs with or without drafts, so only the rest of the pass
         counts.
+        seconds: what the drafts have cost already.
         """
         lengths = [0] * len(drafts)
         ranked = sorted(
@@ -45,22 +50,26 @@ class DraftLengths:
             for depth, probability in enumerate(accumulate(draft.probabilities, min))
         )[:free]
         if ranked:
-            count = len(ranked) if self._cost is None else self._best_count(ranked, num_committed, num_emitting)
+            count = (
+                len(ranked) if self._cost is None else self._best_count(ranked, num_committed, num_emitting, seconds)
+            )
             for _, _, index in ranked[:count]:
                 lengths[index] += 1
         return lengths
 
-    def _best_count(self, ranked: list[tuple[float, int, int]], num_committed: int, num_emitting: int) -> int:
+    def _best_count(
+        self, ranked: list[tuple[float, int, int]], num_committed: int, num_emitting: int, seconds: float
+    ) -> int:
         """How many of the ranked tokens to verify: those that pay, and a few at times that do not."""
         cost = self._cost.seconds
-        base = cost(num_emitting)
+        base = seconds + cost(num_emitting)
         plain = cost(num_committed)
         expected = num_emitting
         best, count = expected / base, 0
         for more, (negative, _, _) in enumerate(ranked, 1):
             expected -= negative
             rate = expected / (base + cost(num_committed + more) - plain)
-            if rate > best:
+            if rate > best or negative == -1.0:
                 best, count = rate, more
         return count + self._num_tried(len(ranked) - count, num_committed + count)
 

@@ -74,7 +74,8 @@ class Manifest:
             version = values["format_version"]
         except (OSError, ValueError, KeyError, TypeError):
             raise QuasarError(
-                f"{directory} is not an engine directory: no readable config.json with a format_version"
+                f"{directory} is not an engine directory: no readable config.json with a format_version; if it is a model, build "
+                f"it: quasar-trt build {directory} --output-dir DIR"
             ) from None
         if version != FORMAT_VERSION:
             raise QuasarError(

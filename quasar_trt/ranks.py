@@ -7,11 +7,11 @@ and truncated since, and the batch. They run the same engine code on the same va
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,10 @@ from quasar_trt.engines.base import Acceptance, Engine, SequenceStep
 from quasar_trt.errors import QuasarError
 from quasar_trt.machine import available_memory
 from quasar_trt.manifest import Manifest
+
+# Seconds after which a thread that computes in Python gives way to one that wants to go on: a pass waits so before and after each
+# of its collectives.
+_SWITCH_INTERVAL = 1e-4
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Leader:
         self._num_opened = 0
         self._accepted: list[Acceptance | None] | None = []
         self._apart = False  # while the other ranks are or may be where rank 0 is not
+        sys.setswitchinterval(_SWITCH_INTERVAL)
         atexit.register(self._end)
 
     def open(self, directory: Path, engine: str, threads: int | None) -> Engine:
@@ -151,7 +156,7 @@ class _Follower:
         engine = self._engines[order.engine]
         for method, arguments in order.calls:
             getattr(engine, method)(*arguments)
-        with suppress(_Undone):
+        with contextlib.suppress(_Undone):
             engine.step(order.batch, self._accept)
 
     def _accept(self, index: int, _rows: object) -> Acceptance:

@@ -189,4 +189,6 @@ class Roster:
         self.active.remove(request)
         insort(self._waiting, request, key=_by_arrival)
         self._engine.close(sequence)
+        if request.known_to_drafter:
+            self._drafter.pause(request.id)
         self.service.num_preemptions += 1

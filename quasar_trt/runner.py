@@ -14,7 +14,6 @@ from quasar_trt.errors import QuasarError
 from quasar_trt.generation import Generation
 from quasar_trt.generation_config import GenerationConfig
 from quasar_trt.kv_budget import KvBudget
-from quasar_trt.machine import cpu_model, native_build, usable_cpus, version_of
 from quasar_trt.manifest import Manifest
 from quasar_trt.metrics import SpeculationMetrics
 from quasar_trt.outputs import RequestOutput, StreamOutput
@@ -23,7 +22,7 @@ from quasar_trt.request import Request
 from quasar_trt.sampling_params import SamplingParams
 from quasar_trt.scheduler import Scheduler
 from quasar_trt.service_metrics import Load, ServiceMetrics
-from quasar_trt.step_cost import StepCost
+from quasar_trt.step_cost import StepCost, open_step_cost
 
 
 class Runner:
@@ -76,7 +75,7 @@ class Runner:
     def from_dir(
         cls,
         engine_dir: str | Path,
-        drafter: str | None = "suffix",
+        drafter: str | Drafter | None = "suffix",
         drafter_options: Mapping[str, object] | None = None,
         engine: str = "auto",
         threads: int | None = None,
@@ -84,8 +83,9 @@ class Runner:
     ) -> Runner:
         """A runner for an engine directory, with its limits, tokenizer, end-of-sequence ids and default sampling parameters.
 
-        The tokenizer is loaded when it is first needed. The costs of the engine's passes are measured the first time that
-        this engine is opened on this machine, mostly within half a second. Raises QuasarError for a directory that is no
+        drafter: a name with `drafter_options`, or a drafter. The tokenizer is loaded when it is first needed. The costs of the
+        engine's passes are measured the first time that this engine is opened on this machine, mostly within half a second.
+        Of several ranks rank 0 alone returns (docs/ranks.md). Raises QuasarError for a directory that is no
         engine or is damaged, for an unknown drafter, option or engine, and for kv_cache_memory_bytes that hold no sequence.
         """
         from quasar_trt.engines import open_engine
@@ -93,7 +93,12 @@ class Runner:
 
         lead()  # the other ranks stay here: what follows is said and done once
         engine_dir = Path(engine_dir)
-        made_drafter = make_drafter(drafter, drafter_options)
+        if not isinstance(drafter, Drafter):
+            drafter = make_drafter(drafter, drafter_options)
+        elif drafter_options:
+            raise QuasarError(
+                f"drafter_options are {dict(drafter_options)}, but the drafter is made already; leave them out"
+            )
         manifest = Manifest.open(engine_dir)
         limits = manifest.limits
         generation = GenerationConfig.read(engine_dir)
@@ -101,12 +106,12 @@ class Runner:
         return cls(
             opened,
             tokenizer=engine_dir if (engine_dir / "tokenizer.json").is_file() else None,
-            drafter=made_drafter,
+            drafter=drafter,
             eos_token_ids=generation.eos_token_ids,
             default_sampling_params=SamplingParams(**generation.sampling),
             max_batch_size=limits.max_batch_size,
             max_draft_len=limits.max_draft_len,
-            step_cost=_step_cost(opened, manifest),
+            step_cost=open_step_cost(opened, manifest),
             kv_cache_memory_bytes=kv_cache_memory_bytes,
         )
 
@@ -328,19 +333,3 @@ class Runner:
         from quasar_trt.tokenizer import encode
 
         return encode(self._need_tokenizer(), text)
-
-
-def _step_cost(engine: Engine, manifest: Manifest) -> StepCost:
-    """The costs of the engine's passes; they depend on the engine, the program and the machine."""
-    names = [
-        *sorted(record.header_sha256 for record in manifest.files.values()),
-        type(engine).__name__,
-        getattr(engine, "threads", None),  # of engines that have them
-        getattr(engine, "isa", None),
-        getattr(engine, "hosts", None),
-        version_of("quasar-trt"),
-        native_build(),
-        engine.device or (cpu_model(), usable_cpus()),
-        manifest.limits.max_draft_len,
-    ]
-    return StepCost.open(engine, manifest.limits.max_draft_len, names)

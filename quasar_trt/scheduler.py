@@ -94,6 +94,8 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """Frees what finished requests left for later ones that begin alike."""
         self._roster.prefixes.clear()
+        if self._drafter:
+            self._drafter.forget_prefixes()
 
     def step(self) -> None:
         """Advances the active requests by one pass, once those that wait have joined them as far as there is room.
@@ -128,7 +130,8 @@ class Scheduler:
             acceptance = request.accept(logits, chunks[index], draft)
             accepted = perf_counter()
             accept_seconds += accepted - began
-            if self._reads_logits and request.finish_reason is None and request.reaches_end(chunks[index]):
+            reads = self._reads_logits and request.known_to_drafter and request.reaches_end(chunks[index])
+            if reads and request.finish_reason is None:
                 self._drafter.read(request.id, draft, logits[-1 - len(draft) :])  # behind those of a scored prompt
                 read_seconds += perf_counter() - accepted
             return acceptance
@@ -174,6 +177,8 @@ class Scheduler:
             return drafts
         num_committed = sum(map(len, chunks))
         free = self._max_rows - num_committed
+        ends = [request.reaches_end(chunk) for request, chunk in zip(requests, chunks, strict=True)]
+        most = free // max(sum(ends), 1) if self._drafter.draws else free
         rows = [(request.sequence, len(chunk)) for request, chunk in zip(requests, chunks, strict=True)]
         room = self._kv_budget.free - self._kv_budget.growth(rows)
         num_emitting = 0
@@ -185,11 +190,13 @@ class Scheduler:
                 if not request.known_to_drafter:
                     continue
                 # The verifier itself gives one id, so no draft token lies beyond max_tokens or the context limit.
-                limit = min(self._max_draft_len, free, request.stop.remaining - 1)
+                limit = min(self._max_draft_len, most, request.stop.remaining - 1)
                 limit, room = self._kv_budget.fit_draft(*rows[index], limit, room)
                 if limit > 0:
                     indices.append(index)
-                    batch.append(DraftRequest(request.id, request.context, limit, request.sampler, self._tree))
+                    batch.append(
+                        DraftRequest(request.id, request.context, limit, request.sampler, self._tree, request.stop)
+                    )
         if not batch:
             return drafts
         proposed = self._drafter.propose(batch)
@@ -197,7 +204,7 @@ class Scheduler:
             if len(draft) > asked.limit or (draft.is_tree and not self._tree):
                 name, kind = type(self._drafter).__name__, "tree" if self._tree else "chain"
                 raise ValueError(f"{name} proposed {draft.ids}, not a {kind} of at most {asked.limit} tokens")
-        lengths = self._draft_lengths.choose(proposed, num_committed, num_emitting, free)
+        lengths = self._draft_lengths.choose(proposed, num_committed, num_emitting, free, self._drafter.seconds)
         for index, draft, length in zip(indices, proposed, lengths, strict=True):
             drafts[index] = draft.first(length)
         return drafts

@@ -12,6 +12,8 @@ from time import perf_counter
 
 from quasar_trt.drafters.base import Draft
 from quasar_trt.engines.base import Acceptance, Engine, SequenceStep
+from quasar_trt.machine import cpu_model, native_build, usable_cpus, version_of
+from quasar_trt.manifest import Manifest
 from quasar_trt.user_cache import cache_path, read_cache, write_cache
 
 _ROUNDS = 4  # times that each number of rows is measured; the fastest counts
@@ -74,6 +76,22 @@ class StepCost:
             if steady:
                 write_cache(path, json.dumps(measured).encode())
         return cls(measured)
+
+
+def open_step_cost(engine: Engine, manifest: Manifest) -> StepCost:
+    """The costs of the passes of an engine directory's engine; they depend on the engine, the program and the machine."""
+    names = [
+        *sorted(record.header_sha256 for record in manifest.files.values()),
+        type(engine).__name__,
+        getattr(engine, "threads", None),  # of engines that have them
+        getattr(engine, "isa", None),
+        getattr(engine, "hosts", None),
+        version_of("quasar-trt"),
+        native_build(),
+        engine.device or (cpu_model(), usable_cpus()),
+        manifest.limits.max_draft_len,
+    ]
+    return StepCost.open(engine, manifest.limits.max_draft_len, names)
 
 
 def bounded_deviation(found: float, expected: float, largest: float) -> float:

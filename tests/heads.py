@@ -265,5 +265,8 @@ class Watched(Drafter):
     def observe(self, request_id, emitted, num_accepted_tokens):
         self.drafter.observe(request_id, emitted, num_accepted_tokens)
 
+    def pause(self, request_id):
+        self.drafter.pause(request_id)
+
     def stop(self, request_id):
         self.drafter.stop(request_id)

@@ -18,6 +18,7 @@ from quasar_trt.recipe import Recipe
 from quasar_trt.tensor_parallel import rank_config
 
 TESTS = Path(__file__).parent
+LIMITS = Limits(max_batch_size=8, max_seq_len=256, max_draft_len=8)
 
 
 def mpirun_command(num_ranks: int, *arguments: str | Path) -> list[str]:

@@ -42,12 +42,10 @@ class DecoderNetwork:
         self.writer = writer
         self.config = config
         self.recipe = recipe
-        if (
-            config.tie_word_embeddings and not recipe.rotate and config.tp_size == 1
-        ):  # the head's rows are the embedding's
-            rows = HEAD_ROWS if recipe.lm_head == "rescored" else HEAD
-            if tensors[rows].dtype == tensors[EMBEDDING].dtype:
-                tensors = {**tensors, rows: tensors[EMBEDDING]}
+        tied = config.tie_word_embeddings and not recipe.rotate and config.tp_size == 1
+        rows = HEAD_ROWS if recipe.lm_head == "rescored" else HEAD
+        if tied and tensors[rows].dtype == tensors[EMBEDDING].dtype:  # one constant is both
+            tensors = {**tensors, rows: tensors[EMBEDDING]}
         self.tensors = tensors
         self.capacity = capacity
         self.dtype = dtype
@@ -101,7 +99,7 @@ class DecoderNetwork:
         keys = writer.part(rotated, query_heads, kv_heads)
         values = writer.part(heads, query_heads + kv_heads, kv_heads)
         cached = []
-        shape = (-1, config.num_key_value_heads, self.capacity, config.head_size)
+        shape = (-1, kv_heads, self.capacity, config.head_size)
         for (past, present), update in zip(bindings.cache_bindings(i), (keys, values), strict=True):
             cache = writer.input(past, self.dtype, shape)
             updated = writer.update_cache(cache, writer.cast(update, self.dtype), self._past_lengths)

@@ -84,8 +84,9 @@ class PyDecoder {
   // `tensors`: packed arrays by name (kept alive here), with "rope.cos" and "rope.sin" [max_seq_len, head / 2] among them.
   // `shape`: sizes, the bits of the layers' activations, and the columns of the Hadamard blocks by name of a linear.
   // `collectives`: those of several ranks, see PyCollectives, or none.
-  PyDecoder(const py::dict& shape, py::dict tensors, int threads, const std::string& isa, const std::optional<py::dict>& collectives)
-      : tensors_(std::move(tensors)) {
+  PyDecoder(const py::dict& shape, py::dict tensors, std::shared_ptr<ThreadPool> pool, const std::string& isa,
+            const std::optional<py::dict>& collectives)
+      : tensors_(std::move(tensors)), pool_(std::move(pool)) {
     const auto number = [&](const char* name) { return py::cast<int>(shape[name]); };
     shape_ = {number("layers"), number("hidden"), number("intermediate"), number("heads"), number("kv_heads"), number("head"),
               number("vocab"), py::cast<float>(shape["norm_epsilon"]), number("rescored"), number("max_rows"), number("max_seq_len"),
@@ -114,7 +115,7 @@ class PyDecoder {
                                 linear("mlp.fc_gate", shape_.hidden),
                                 linear("mlp.proj", shape_.intermediate)});
     }
-    decoder_ = std::make_unique<Decoder>(shape_, std::move(weights), threads, kernels_named(isa),
+    decoder_ = std::make_unique<Decoder>(shape_, std::move(weights), *pool_, kernels_named(isa),
                                          collectives ? std::make_unique<PyCollectives>(*collectives, shape_) : nullptr);
   }
 
@@ -159,6 +160,7 @@ class PyDecoder {
 
  private:
   py::dict tensors_;
+  std::shared_ptr<ThreadPool> pool_;
   DecoderShape shape_;
   std::unique_ptr<Decoder> decoder_;
 };
@@ -253,10 +255,10 @@ PYBIND11_MODULE(_native, m) {
   m.def("linear_w8a8", &linear<int8_t>);
   m.def("linear_w8a16", &linear<int16_t>);
   m.def("linear_bf16", &linear<float>);
-  py::class_<ThreadPool>(m, "ThreadPool").def(py::init<int>());
+  py::class_<ThreadPool, std::shared_ptr<ThreadPool>>(m, "ThreadPool").def(py::init<int>());
   m.def("sum_words", &sum_words_of);
   py::class_<PyDecoder>(m, "Decoder")
-      .def(py::init<const py::dict&, py::dict, int, const std::string&, const std::optional<py::dict>&>())
+      .def(py::init<const py::dict&, py::dict, std::shared_ptr<ThreadPool>, const std::string&, const std::optional<py::dict>&>())
       .def("step", &PyDecoder::step)
       .def("keep_states", &PyDecoder::keep_states)
       .def("states", &PyDecoder::states)

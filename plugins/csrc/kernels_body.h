@@ -119,8 +119,9 @@ struct TileW8A8 {
 
   using Sum = int32_t;
 
-  template <int R>
-  void accumulate(int block, int row, I* total) const {
+  // With kSums y takes the sums themselves.
+  template <int R, bool kSums = false, class Y>
+  void run(int block, int row, Y* y) const {
     // Few rows alone would wait for the latency of their sums: they keep several, which integers may do.
     constexpr int U = R == 1 ? 4 : R <= 3 ? 2 : 1;
     const int groups = (weight.k + 3) / 4;
@@ -142,24 +143,19 @@ struct TileW8A8 {
       const W8 wv = load_w8(w + g * 64);
       for (int r = 0; r < R; ++r) acc[r][0] = dot4(acc[r][0], wv, xr[r] + g * 4);
     }
-    for (int r = 0; r < R; ++r) {
-      total[r] = acc[r][0];
-      for (int u = 1; u < U; ++u) total[r] = add(total[r], acc[r][u]);
-    }
-  }
-
-  template <int R>
-  void run(int block, int row, F* y) const {
-    I total[R];
-    accumulate<R>(block, row, total);
     const F scale = load(weight.scale + block * 16);
-    for (int r = 0; r < R; ++r) y[r] = mul(mul(to_float(total[r]), set1(rows[row + r].scale)), scale);
+    for (int r = 0; r < R; ++r) {
+      I total = acc[r][0];
+      for (int u = 1; u < U; ++u) total = add(total, acc[r][u]);
+      if constexpr (kSums) y[r] = total;
+      else y[r] = mul(mul(to_float(total), set1(rows[row + r].scale)), scale);
+    }
   }
 
   template <int R>
   void sums(int block, int row, int32_t* y, int y_stride) const {
     I total[R];
-    accumulate<R>(block, row, total);
+    run<R, true>(block, row, total);
     for (int r = 0; r < R; ++r) store(y + static_cast<int64_t>(r) * y_stride, total[r]);
   }
 };
@@ -175,7 +171,7 @@ struct TileW8A16 {
   using Sum = double;
 
   template <int R>
-  void accumulate(int block, int row, double (*total)[16]) const {
+  void accumulate(int block, int row, double (&total)[R][16]) const {
     const int groups = (weight.k + 3) / 4;
     const int8_t* w = static_cast<const int8_t*>(weight.data) + static_cast<int64_t>(block) * groups * 64;
     const int16_t* xr[R];
@@ -208,7 +204,7 @@ struct TileW8A16 {
   template <int R>
   void run(int block, int row, F* y) const {
     double total[R][16] = {};
-    accumulate<R>(block, row, total);
+    accumulate(block, row, total);
     for (int r = 0; r < R; ++r) {
       float lanes[16];
       for (int i = 0; i < 16; ++i) lanes[i] = static_cast<float>(total[r][i]);
@@ -219,7 +215,7 @@ struct TileW8A16 {
   template <int R>
   void sums(int block, int row, double* y, int y_stride) const {
     double total[R][16] = {};
-    accumulate<R>(block, row, total);
+    accumulate(block, row, total);
     for (int r = 0; r < R; ++r) std::memcpy(y + static_cast<int64_t>(r) * y_stride, total[r], sizeof(total[r]));
   }
 };

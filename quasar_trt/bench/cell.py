@@ -42,7 +42,8 @@ class Measurement:
     """One prompt decoded once by one cell.
 
     decode_tokens, decode_seconds: after the first emitted tokens (see the package's definitions).
-    num_verify_steps: passes that emitted tokens, the prompt's last included.
+    num_verify_steps: passes that emitted tokens, the prompt's last included. num_drafts, num_draft_tokens,
+    num_accepted_tokens_per_pos: as in SpeculationMetrics.
     seconds: {"draft", "verify", "accept"} -> time spent there, the prompt's passes counted as verify.
     communication_seconds: of verify, what rank 0 spent in collectives, waiting for other ranks included.
     """
@@ -52,6 +53,9 @@ class Measurement:
     decode_seconds: float
     num_verify_steps: int
     seconds: dict[str, float]
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
     communication_seconds: float = 0.0
 
 
@@ -69,6 +73,9 @@ def measure(runner: Runner, prompt_ids: list[int], sampling_params: SamplingPara
         decode_seconds=clock.seconds,
         num_verify_steps=used.num_verify_steps,
         seconds={"draft": used.draft_seconds, "verify": used.verify_seconds, "accept": used.accept_seconds},
+        num_drafts=used.num_drafts,
+        num_draft_tokens=used.num_draft_tokens,
+        num_accepted_tokens_per_pos=tuple(used.num_accepted_tokens_per_pos),
         communication_seconds=runner.engine.communication_seconds - communicated,
     )
 
@@ -144,9 +151,12 @@ class CellHere:
 
 
 class CellProcess:
-    """The parent's side of a cell's process; a context manager that ends it."""
+    """The parent's side of a cell's process; a context manager that ends it.
 
-    def __init__(self, cell: Cell, engine_dir: Path, runner_options: dict):
+    cell: anything with a name.
+    """
+
+    def __init__(self, cell, engine_dir: Path, runner_options: dict):
         self.cell = cell
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()

@@ -10,12 +10,10 @@ from quasar_trt.sampling_params import SamplingParams
 MOST_ROWS = 256  # of a pass
 
 
-@named_options("bench option")
 @dataclass(frozen=True)
-class BenchOptions:
-    """Options of the four-cell benchmark.
+class CellOptions:
+    """What cells of any benchmark do.
 
-    drafter, drafter_options: those of the drafted cells.
     repeats: how often each prompt is decoded by each cell.
     max_tokens, temperature, seed, ignore_eos: as in SamplingParams, for every prompt.
     random_prompts: prompts of random ids, drawn by the seed, that come after the given ones as a task of their own.
@@ -23,8 +21,6 @@ class BenchOptions:
     threads: of each cell's engine; None lets the engine choose.
     """
 
-    drafter: str = "suffix"
-    drafter_options: dict = field(default_factory=dict)
     repeats: int = 3
     max_tokens: int = 128
     temperature: float = 0.0
@@ -35,8 +31,6 @@ class BenchOptions:
     threads: int | None = None
 
     def __post_init__(self):
-        if self.drafter == "none":
-            raise QuasarError("drafter is 'none'; the drafted cells of a benchmark need one")
         if self.repeats < 1:
             raise QuasarError(f"repeats is {self.repeats}; allowed: at least 1")
         if self.random_prompts < 0:
@@ -47,6 +41,39 @@ class BenchOptions:
         return SamplingParams(
             temperature=self.temperature, seed=self.seed, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos
         )
+
+
+@named_options("bench option")
+@dataclass(frozen=True)
+class BenchOptions(CellOptions):
+    """Options of the four-cell benchmark.
+
+    drafter, drafter_options: those of the drafted cells.
+    """
+
+    drafter: str = "suffix"
+    drafter_options: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.drafter == "none":
+            raise QuasarError("drafter is 'none'; the drafted cells of a benchmark need one")
+
+
+@named_options("drafter bench option")
+@dataclass(frozen=True)
+class DrafterBenchOptions(CellOptions):
+    """Options of the benchmark of drafters.
+
+    drafters: their names, each once.
+    """
+
+    drafters: tuple[str, ...] = ("suffix", "ngram")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.drafters or len(set(self.drafters)) < len(self.drafters):
+            raise QuasarError(f"drafters are '{','.join(self.drafters)}'; allowed: at least one, and each once")
 
 
 @named_options("requests bench option")

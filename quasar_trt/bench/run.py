@@ -8,10 +8,11 @@ from pathlib import Path
 from rich.console import Console
 
 from quasar_trt.bench.cell import CELLS, CellHere, CellProcess
-from quasar_trt.bench.options import BenchOptions
+from quasar_trt.bench.cell_figures import Run
+from quasar_trt.bench.options import BenchOptions, CellOptions
 from quasar_trt.bench.progress import progress_bar
-from quasar_trt.bench.prompts import Prompt, encode_prompts, random_prompts
-from quasar_trt.bench.report import Report, Run
+from quasar_trt.bench.prompts import EncodedPrompt, Prompt, encode_prompts, random_prompts
+from quasar_trt.bench.report import Report
 from quasar_trt.checkpoint import Checkpoint
 from quasar_trt.engines import engine_of
 from quasar_trt.errors import QuasarError
@@ -29,44 +30,57 @@ def run_bench(
     Raises QuasarError when a directory holds other weights than its cell, the directories are not of one model or one target,
     a prompt does not fit, or a cell's process fails.
     """
-    sampling_params = options.sampling_params
     max_seq_len, vocab_size, engine = _check_engines(engine_dirs)
     encoded = encode_prompts(prompts, _tokenizer(engine_dirs), options.raw, max_seq_len)
     encoded += random_prompts(options.random_prompts, options.seed, vocab_size, max_seq_len)
-
-    make_cell = CellProcess if lead() is None else CellHere
-
-    with ExitStack() as stack:
-        cells, weight_bytes = {}, {}
-        for cell in CELLS:
-            drafter = options.drafter if cell.drafted else None
-            runner_options = {
+    openings = {}
+    for cell in CELLS:
+        drafter = options.drafter if cell.drafted else None
+        openings[cell] = (
+            engine_dirs[cell.weights],
+            {
                 "drafter": drafter,
                 "drafter_options": options.drafter_options if drafter else {},
                 "engine": engine,
                 "threads": options.threads,
-            }
-            cells[cell] = stack.enter_context(make_cell(cell, engine_dirs[cell.weights], runner_options))
+            },
+        )
+    runs, weight_bytes, costs, peak_memory = run_cells(openings, encoded, options, progress_console)
+    return Report(options, engine_dirs, runs, weight_bytes, peak_memory, costs)
+
+
+def run_cells(
+    openings: dict, encoded: list[EncodedPrompt], options: CellOptions, progress_console: Console
+) -> tuple[tuple[Run, ...], dict, dict, dict]:
+    """Runs every prompt by every cell, and every repeat.
+
+    openings: cell -> (engine directory, options of its runner). Returns the runs, and per cell the weight bytes per step, what
+    `verify_costs` says and the peak memory in bytes. Raises QuasarError when a cell's process fails.
+    """
+    make_cell = CellProcess if lead() is None else CellHere
+    with ExitStack() as stack:
+        cells, weight_bytes = {}, {}
+        for cell, opening in openings.items():
+            cells[cell] = stack.enter_context(make_cell(cell, *opening))
             # One opens after the other: whatever a runner times when it opens is not disturbed by another cell.
             weight_bytes[cell] = cells[cell].weight_bytes_per_step()
         progress = stack.enter_context(progress_bar(progress_console))
-        bar = progress.add_task("warm-up", total=len(CELLS) * (1 + options.repeats * len(encoded)))
+        bar = progress.add_task("warm-up", total=len(cells) * (1 + options.repeats * len(encoded)))
         for process in cells.values():
-            process.measure(encoded[0].ids, sampling_params)
+            process.measure(encoded[0].ids, options.sampling_params)
             progress.advance(bar)
         runs = []
         for repeat in range(options.repeats):
             for index, prompt in enumerate(encoded):
                 progress.update(bar, description=f"repeat {repeat + 1}/{options.repeats}, {prompt.task}")
                 for cell, process in cells.items():
-                    measurement = process.measure(prompt.ids, sampling_params)
+                    measurement = process.measure(prompt.ids, options.sampling_params)
                     runs.append(Run(cell, prompt.task, index, repeat, len(prompt.ids), measurement))
                     progress.advance(bar)
         progress.update(bar, description="cost of verify rows")
         ends = {cell: process.finish() for cell, process in cells.items()}
     costs = {cell: cost for cell, (cost, _) in ends.items()}
-    peak_memory = {cell: peak for cell, (_, peak) in ends.items()}
-    return Report(options, engine_dirs, tuple(runs), weight_bytes, peak_memory, costs)
+    return tuple(runs), weight_bytes, costs, {cell: peak for cell, (_, peak) in ends.items()}
 
 
 def _check_engines(engine_dirs: dict[str, Path]) -> tuple[int, int, str]:

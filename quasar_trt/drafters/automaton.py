@@ -6,6 +6,7 @@ Everything is kept in flat lists indexed by state: a step of drafting must not s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from heapq import nlargest
 
 _COUNTED_LINKS = 8  # states per token whose followers are counted, longest substrings first
@@ -119,6 +120,19 @@ class SuffixAutomaton:
                 length = min(length, self.length[state])
         return tokens, kinds
 
+    def advance(self, state: int, length: int, tokens: Iterable[int]) -> tuple[int, int]:
+        """The longest suffix that occurs here of a text whose longest was a state's substring of `length` tokens, once
+        `tokens` have come behind it: (state, length)."""
+        for token in tokens:
+            while state > 0 and token not in self.followers[state]:
+                state = self.link[state]
+                length = self.length[state]
+            target = self.followers[state].get(token)
+            if target is not None:
+                state = target
+                length += 1
+        return state, length
+
     def branch(self, state: int, length: int, most: int) -> list[tuple[int, int, int, int]]:
         """What followed a state's substring of `length` tokens before, most frequent first, then what followed its suffixes, up
         to `most` tokens: (token, kind, the state after it, the length of its match).
@@ -159,11 +173,4 @@ class Cursor:
             self.state = automaton.link[self.state]
 
     def advance(self, token: int) -> None:
-        automaton = self.automaton
-        while self.state and token not in automaton.followers[self.state]:
-            self.state = automaton.link[self.state]
-            self.length = automaton.length[self.state]
-        target = automaton.followers[self.state].get(token)
-        if target is not None:
-            self.state = target
-            self.length += 1
+        self.state, self.length = self.automaton.advance(self.state, self.length, (token,))

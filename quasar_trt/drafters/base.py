@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quasar_trt.engines.base import Engine
     from quasar_trt.sampling import Sampler
     from quasar_trt.step_cost import StepCost
+    from quasar_trt.stopping import StopChecker
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ class DraftRequest:
         stream of its own: draws that share their noise with acceptance would bend the output's distribution. Siblings
         after the first have streams of their own, `of_sibling(DRAFT, 1)` and so on.
     tree: whether the draft may branch; `limit` counts all of its tokens.
+    stop: decides which tokens end the request; a drafter asks a copy of it, `stop.ahead()`. None where nothing does.
+    ahead: ids that another drafter supposes to follow the context; the draft goes on after them.
     """
 
     request_id: int
@@ -108,6 +111,8 @@ class DraftRequest:
     limit: int
     sampler: Sampler
     tree: bool = False
+    stop: StopChecker | None = None
+    ahead: Sequence[int] = ()
 
 
 def check_num_speculative_tokens(value: object) -> None:
@@ -121,10 +126,15 @@ class Drafter(ABC):
 
     reads_logits: whether `read` is to be called.
     hidden_layers: the places whose hidden states `read_states` is to be called with, as `Engine.keep_hidden_states` has them.
+    draws: whether drafts have probabilities. They are then verified whole, so the limits given for one pass add up to no more
+        than it has rows for.
+    seconds: what the drafts proposed last have cost, where that is to count when their lengths are chosen.
     """
 
     reads_logits = False
     hidden_layers: tuple[int, ...] = ()
+    draws = False
+    seconds = 0.0
     num_speculative_tokens: (
         int | None
     )  # the most draft tokens that are asked of it per request; None for the engine's limit
@@ -163,5 +173,11 @@ class Drafter(ABC):
     def observe(self, request_id: int, emitted: Sequence[int], num_accepted_tokens: int) -> None:  # noqa: B027
         """The verifier's answer to what it scored of the last draft: the ids emitted, of which the first `num_accepted_tokens` were drafted."""
 
+    def pause(self, request_id: int) -> None:  # noqa: B027
+        """The request has lost its cache and waits; memory that is held for it can go until it is asked about again."""
+
     def stop(self, request_id: int) -> None:  # noqa: B027
         """The request has ended; its state can go."""
+
+    def forget_prefixes(self) -> None:  # noqa: B027
+        """Frees what ended requests left in an engine's cache for later ones that begin alike."""

@@ -89,6 +89,9 @@ class EagleDrafter(Drafter):
         if growth:
             growth.count(emitted, self._estimates)
 
+    def pause(self, request_id: int) -> None:
+        self._texts[request_id].forget()
+
     def stop(self, request_id: int) -> None:
         del self._texts[request_id]
         self._grown.pop(request_id, None)

@@ -21,10 +21,15 @@ class HeadText:
 
     def __init__(self, context: Sequence[int], config: ModelConfig):
         self._context = context
+        self._config = config
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is known any more."""
         self._end = 0  # of the features that are there
-        self.cache = LayerCache(config)
+        self.cache = LayerCache(self._config)
         self.num_read = 0
-        self.features = np.empty((0, config.hidden_size), np.float32)
+        self.features = np.empty((0, self._config.hidden_size), np.float32)
         self.last: np.ndarray | None = None
 
     @property
@@ -41,8 +46,8 @@ class HeadText:
         """The features of the tokens from a position on. Behind a gap, whose tokens the verifier took from another sequence's cache, the
         text begins anew; what was there already is what comes again."""
         if position > self._end:
-            self.num_read = 0
-            self.features, self._end = self.features[:0], position
+            self.forget()
+            self._end = position
         new = features[self._end - position :]
         self.features = np.concatenate([self.features, new])
         self._end += len(new)

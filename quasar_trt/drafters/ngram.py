@@ -52,8 +52,11 @@ class _Index:
         # A match that is being compared with what comes: its start, its n, where it was found, how many tokens were right.
         self._watched: tuple[int, int, int, int] | None = None
 
-    def find(self) -> tuple[int, int] | None:
-        """(start, n): the position after the most recent earlier occurrence of the longest suffix that has one, its n."""
+    def find(self, ahead: Sequence[int] = ()) -> tuple[int, int] | None:
+        """(start, n): the position after the most recent earlier occurrence of the longest suffix that has one, its n.
+
+        ahead: ids behind the context; the suffix is then that of both.
+        """
         context = self._context
         last = len(context) - 1
         for end in range(self._num_indexed, last):  # the suffix itself ends at `last` and stays out: it is no match
@@ -61,10 +64,12 @@ class _Index:
                 if end + 1 >= n:
                     followers[tuple(context[end + 1 - n : end + 1])] = end + 1
         self._num_indexed = max(self._num_indexed, last)
+        text = [*context[-self._sizes[0] :], *ahead] if ahead else context
         for n, followers in self._followers.items():  # longest first
-            start = followers.get(tuple(context[-n:]))
+            start = followers.get(tuple(text[-n:]))
             if start is not None:
-                self._watched = self._watched or (start, n, len(context), 0)
+                if not ahead:
+                    self._watched = self._watched or (start, n, len(context), 0)
                 return start, n
         return None
 
@@ -114,7 +119,7 @@ class NgramDrafter(Drafter):
     def _propose_one(self, request: DraftRequest) -> Draft:
         index = self._indexes[request.request_id]
         index.learn(self._estimates)
-        found = index.find()
+        found = index.find(request.ahead)
         if found is None:
             return NO_DRAFT
         start, n = found

@@ -103,22 +103,24 @@ class _Text:
             token = self.context[position]
             if position >= self.num_prompt_tokens:
                 for automaton, state, length, first_kind in self.matches():
-                    several = branches > 1
-                    found = automaton.branch(state, length, branches) if several else [automaton.predict(state, length)]
+                    one = branches == 1
+                    found = [automaton.predict(state, length)] if one else automaton.branch(state, length, branches)
                     for predicted, kind, *_ in found:
                         estimates.count(first_kind + kind, predicted == token)
             self.automaton.extend(token)
             for cursor in self.cursors:
                 cursor.advance(token)
 
-    def matches(self) -> Iterator[tuple[SuffixAutomaton, int, int, int]]:
-        """The longest match in the context itself and in the history: (automaton, state, length, first of its kinds)."""
+    def matches(self, ahead: Sequence[int] = ()) -> Iterator[tuple[SuffixAutomaton, int, int, int]]:
+        """The longest match in the context itself and in the history, for what follows the context and the ids `ahead` of it:
+        (automaton, state, length, first of its kinds)."""
         state = self.automaton.link[self.automaton.last]
-        if state > 0:
-            yield self.automaton, state, self.automaton.length[state], 0
-        for cursor in self.cursors:
-            if cursor.state:
-                yield cursor.automaton, cursor.state, cursor.length, 2 * NUM_KINDS
+        places = [(self.automaton, state, self.automaton.length[state], 0)]
+        places += [(cursor.automaton, cursor.state, cursor.length, 2 * NUM_KINDS) for cursor in self.cursors]
+        for automaton, begin, num_matched, first_kind in places:
+            state, length = automaton.advance(begin, num_matched, ahead)
+            if state > 0:
+                yield automaton, state, length, first_kind
 
 
 class SuffixDrafter(Drafter):
@@ -143,7 +145,7 @@ class SuffixDrafter(Drafter):
         text.catch_up(self._history, self._estimates, self.options.branches)
         best, most = NO_DRAFT, 0.0
         draft_of = self._tree if self.options.branches > 1 and request.tree else self._chain
-        for automaton, state, length, first_kind in text.matches():
+        for automaton, state, length, first_kind in text.matches(request.ahead):
             draft = draft_of(automaton, state, length, first_kind, request.limit)
             num_expected_tokens = sum(draft.probabilities)
             if num_expected_tokens > most:

@@ -13,7 +13,13 @@ from quasar_trt.tensor_parallel import check_ranks
 from quasar_trt.tensorrt_llm_stack import LLM_TARGET
 
 
-def _open_cpu(directory: Path, manifest: Manifest, threads: int | None, ranks: Communicator | None = None) -> Engine:
+def _open_cpu(
+    directory: Path,
+    manifest: Manifest,
+    threads: int | None,
+    ranks: Communicator | None = None,
+    beside: Engine | None = None,
+) -> Engine:
     from quasar_trt.engines.cpu import CpuEngine
 
     if manifest.target != "cpu":
@@ -22,7 +28,8 @@ def _open_cpu(directory: Path, manifest: Manifest, threads: int | None, ranks: C
             "'reference', or build it with --target cpu"
         )
     path = directory / f"rank{ranks.rank if ranks else 0}.engine"
-    return CpuEngine(path, max_seq_len=manifest.limits.max_seq_len, threads=threads, ranks=ranks)
+    beside = beside if isinstance(beside, CpuEngine) else None
+    return CpuEngine(path, max_seq_len=manifest.limits.max_seq_len, threads=threads, beside=beside, ranks=ranks)
 
 
 def _open_reference(directory: Path, manifest: Manifest, threads: int | None) -> Engine:
@@ -85,16 +92,20 @@ def engine_of(manifest: Manifest) -> str:
     return "tensorrt_llm" if manifest.target == LLM_TARGET else "tensorrt"
 
 
-def open_engine(directory: Path, engine: str = "auto", threads: int | None = None) -> Engine:
+def open_engine(
+    directory: Path, engine: str = "auto", threads: int | None = None, beside: Engine | None = None
+) -> Engine:
     """Opens an engine directory after checking its manifest (sizes, format version, header hashes).
 
     engine: a key of `ENGINES`, or "auto" for the one of the directory's target. threads: for the engine's own work, default all
     cores.
-    Of several ranks rank 0 alone returns, with an engine that all of them run (see `ranks.lead`). Raises QuasarError.
+    beside: an open engine that this one drafts for, never at the same time: they share native threads where both have such.
+    Of several ranks rank 0 alone returns, with an engine that all of them run (see `ranks.lead`), or that it alone runs beside
+    another. Raises QuasarError.
     """
     from quasar_trt.ranks import lead
 
-    leader = lead()
+    leader = None if beside else lead()
     directory = Path(directory)
     if engine != "auto" and engine not in ENGINES:
         raise unknown("engine", engine, ["auto", *ENGINES])
@@ -105,6 +116,8 @@ def open_engine(directory: Path, engine: str = "auto", threads: int | None = Non
         engine = engine_of(manifest)
     check_ranks(directory, manifest.tp_size, leader.ranks.size if leader else 1)
     if leader is None:
+        if engine == "cpu":
+            return _open_cpu(directory, manifest, threads, beside=beside)
         return ENGINES[engine](directory, manifest, threads)
     if engine not in OF_SEVERAL_RANKS:
         raise QuasarError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +32,10 @@ MAX_ROWS = 256
 
 
 class CpuEngine(Engine):
-    """See `Engine`. Tokens and logits only; one instance serves one thread of callers at a time."""
+    """See `Engine`. Tokens and logits only; one instance serves one thread of callers at a time.
+
+    pool: native threads, which others may use between passes.
+    """
 
     def __init__(
         self,
@@ -41,22 +43,26 @@ class CpuEngine(Engine):
         *,
         max_seq_len: int,
         threads: int | None = None,
+        beside: CpuEngine | None = None,
         isa: str = "",
         max_rows: int = MAX_ROWS,
         ranks: Communicator | None = None,
     ):
         """Maps `path`, a `rank{r}.engine`.
 
-        threads: native threads, default all cores of the process, shared with ranks that may run on them too. isa: one of
-        `native.isa_names()`, "" for the best here. ranks: those of a tensor parallel engine, each of which opens its own file.
-        They take every step together; rank 0 alone has logits.
+        threads: native threads, default all cores of the process, shared with ranks that may run on them too. beside: an engine
+        whose threads it shares instead of starting its own; the two are never used at once. isa: one of `native.isa_names()`,
+        "" for the best here. ranks: those of a tensor parallel engine, each of which opens its own file. They take every step
+        together; rank 0 alone has logits.
         Raises QuasarError for a file of another layout or another rank, or a machine without the native extension.
         """
         if native.UNAVAILABLE:
             raise QuasarError(f"engine 'cpu' cannot run: {native.UNAVAILABLE}")
         if isa and isa not in native.isa_names():
             raise unknown("instruction set", isa, native.isa_names())
-        if threads is None:
+        if beside:
+            threads = beside.threads
+        elif threads is None:
             threads = max(1, usable_cpus() // (ranks.num_sharing if ranks else 1))
         if threads < 1:
             raise QuasarError(f"threads is {threads}; allowed: 1 or more")
@@ -100,7 +106,8 @@ class CpuEngine(Engine):
             "vocab_share": self.config.logits_size,
         }
         try:
-            self._decoder = native.decoder(shape, tensors, threads, self.isa, ranks and ranks.collectives)
+            self.pool = beside.pool if beside else native.thread_pool(threads)
+            self._decoder = native.decoder(shape, tensors, self.pool, self.isa, ranks and ranks.collectives)
         except RuntimeError as error:  # the system's limit of threads or memory
             raise QuasarError(f"cannot start {threads} threads ({error}); ask for fewer with threads") from None
         if ranks:
@@ -157,11 +164,6 @@ class CpuEngine(Engine):
             x, scales = native.quantize_16(x, self.isa)
         x = native.padded_rows(x)
         return native.packed_linear(kind, x, scales, weight, scale, size, self.pool)[:, : self.config.vocab_size]
-
-    @cached_property
-    def pool(self):
-        """Native threads for what is computed between passes."""
-        return native.thread_pool(self.threads)
 
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         self.check(batch)

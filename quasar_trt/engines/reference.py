@@ -23,6 +23,7 @@ from quasar_trt.architectures import architecture_of, hadamard_blocks
 from quasar_trt.checkpoint import LAYER_PREFIX, Checkpoint, below_layer
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.engines.source_basis import SourceBasis
+from quasar_trt.engines.tree_mask import depths, visible_rows
 from quasar_trt.errors import QuasarError
 from quasar_trt.machine import missing
 from quasar_trt.manifest import Manifest
@@ -102,9 +103,8 @@ class KVCache:
 
 
 Batch = Sequence[tuple[Sequence[int], KVCache]]  # new ids of a sequence, and what it has cached
-Parents = Sequence[
-    Sequence[int]
-]  # of each sequence of a batch: the parents of its last ids where they are a tree, else empty
+# Of each sequence of a batch: the parents of its last new ids where they are a tree (see `Draft.parents`), else empty.
+Parents = Sequence[Sequence[int]]
 
 
 class ReferenceModel:
@@ -159,11 +159,8 @@ class ReferenceModel:
         """
         kept = {} if kept is None else kept
         x, rotations = self.embed(batch), self.rotations(batch, parents)
-        masks = (
-            None
-            if parents is None
-            else [_visible(len(ids), each) for (ids, _), each in zip(batch, parents, strict=True)]
-        )
+        trees = parents or [()] * len(batch)
+        masks = [visible_rows(len(ids), each) for (ids, _), each in zip(batch, trees, strict=True)]
         for i in range(self.config.num_hidden_layers):
             if i in kept:
                 kept[i] = x
@@ -248,7 +245,7 @@ class ReferenceModel:
         """cos and sin of the packed rows, each [rows, 1, head_size / 2]; the tables grow as positions ask for it."""
         trees = parents or [()] * len(batch)
         positions = torch.cat(
-            [cache.length + _depths(len(ids), each) for (ids, cache), each in zip(batch, trees, strict=True)]
+            [cache.length + depths(len(ids), each) for (ids, cache), each in zip(batch, trees, strict=True)]
         )
         needed = int(positions.max()) + 1
         if needed > len(self._cos):
@@ -269,7 +266,7 @@ class ReferenceModel:
         queries, keys = _rotate(queries, *rotations), _rotate(keys, *rotations)
         outputs = []
         counts = [len(tokens) for tokens, _ in batch]
-        masks = masks or [_visible(count) for count in counts]
+        masks = masks or [visible_rows(count) for count in counts]
         split = zip(batch, queries.split(counts), keys.split(counts), values.split(counts), masks, strict=True)
         for (_, cache), q, k, v, mask in split:
             all_keys, all_values = cache.extend(layer, k.transpose(0, 1), v.transpose(0, 1))
@@ -281,20 +278,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the pairs (x[i], x[i + half]) of every head; x [rows, heads, head_size]."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-
-
-def _depths(rows: int, parents: Sequence[int] = ()) -> Tensor:
-    """How many of the new rows of a sequence come before each of them on its path, [rows]; `parents` as in `Parents`."""
-    return _visible(rows, parents).sum(dim=1) - 1
-
-
-def _visible(rows: int, parents: Sequence[int] = ()) -> Tensor:
-    """[rows, rows] bool: whether a row (of the first index) sees another of the same sequence; `parents` as in `Parents`."""
-    visible = torch.ones(rows, rows, dtype=torch.bool).tril()
-    root = rows - len(parents)
-    for row, parent in enumerate(parents, root):
-        visible[row, root:row] = visible[root + parent, root:row] if parent >= 0 else False
-    return visible
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:

@@ -38,7 +38,8 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is h11.IDLE:
+        # A request that has begun, or what is left of one that was refused before its body had come.
+        if self.conn.their_state is h11.IDLE or (self.cycle.response_complete and self.cycle.more_body):
             self._head.set(HEAD_SECONDS, self.transport.abort)
         else:
             self._head.clear()

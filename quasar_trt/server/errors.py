@@ -42,7 +42,7 @@ class ApiError(HTTPException):
 
 def _headers(status: int) -> dict[str, str]:
     if status == 401:
-        return {"WWW-Authenticate": "Bearer"}
+        return {"WWW-Authenticate": "Bearer", "Connection": "close"}
     if status == 429:
         return {"Retry-After": str(RETRY_SECONDS)}
     if status in (408, 413, 503):  # whoever sent it should not send more on this connection

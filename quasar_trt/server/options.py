@@ -28,10 +28,10 @@ class ServerOptions:
     request_timeout: float | None = None
 
     def __post_init__(self):
-        for name in ("served_model_name", "api_key"):
-            value = getattr(self, name)
-            if value is not None and (not value or not value.isprintable() or not value.isascii()):
-                raise QuasarError(f"{name} is {value!r}; allowed: printable ASCII characters, at least one")
+        if not self.served_model_name.isprintable() or not self.served_model_name:
+            raise QuasarError(f"served_model_name is {self.served_model_name!r}; allowed: printable text, not empty")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
+            raise QuasarError(f"api_key is {self.api_key!r}; allowed: printable ASCII characters, at least one")
         for name in ("max_requests", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise QuasarError(f"{name} is {getattr(self, name)}; allowed: 1 or more")

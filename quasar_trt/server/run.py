@@ -112,7 +112,6 @@ async def _serve(runner, tokenizer, options, bound, sampling, started) -> None:
         http=Connection,
         ws="none",
         lifespan="off",
-        loop="asyncio",
         log_config=None,
         access_log=False,
         server_header=False,

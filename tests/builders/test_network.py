@@ -186,7 +186,17 @@ def test_bfloat16_network_stays_near_the_reference_model():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", WITHOUT_PLUGINS)
 def test_double_records_what_the_real_network_holds(name, dtype):
-    config, recipe, tensors = tiny_checkpoint(recipe=RECIPES[name], architecture="PanguEmbeddedForCausalLM")
+    check_double(*tiny_checkpoint(recipe=RECIPES[name], architecture="PanguEmbeddedForCausalLM"), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_double_records_the_real_network_of_a_rank(dtype):
+    recipe = Recipe(activations=16, rotate=False)
+    config, recipe, tensors = tiny_checkpoint(recipe=recipe, architecture="PanguEmbeddedForCausalLM", **SIZES)
+    check_double(rank_config(config, 2), recipe, shards(config, tensors, 2)[1], dtype)
+
+
+def check_double(config, recipe, tensors, dtype):
     real = decoder_graph(real_network(), config, recipe, tensors, dtype=dtype)
     double = decoder_graph(RecordedNetwork(trt), config, recipe, tensors, dtype=dtype)
     assert real.inputs == double.inputs

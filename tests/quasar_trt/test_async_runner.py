@@ -227,6 +227,43 @@ def test_requests_beyond_the_limit_are_refused_until_one_ends():
     run(main())
 
 
+def test_each_completion_counts_for_the_limit():
+    async def main():
+        runner, engine = open_runner()
+        async with AsyncRunner(runner, max_requests=3) as server:
+            engine.gate.clear()
+            task = asyncio.create_task(server.generate([1], params(n=2)))
+            await asyncio.sleep(0)
+            with pytest.raises(RunnerBusy, match="2 requests are open; allowed: 3"):
+                await server.generate([5], params(n=2))
+            with pytest.raises(QuasarError, match="n is 4; allowed: at most 3") as refused:
+                await server.generate([5], params(n=4))
+            assert not isinstance(refused.value, RunnerBusy)
+            engine.gate.set()
+            await task
+            await server.generate([5], params(n=3))
+
+    run(main())
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_requests_are_drafted_or_plain_one_by_one(drafts):
+    async def main():
+        runner, _ = open_runner()
+        async with AsyncRunner(runner) as server:
+            return await asyncio.gather(
+                server.generate([1, 2], ENDLESS, drafts=not drafts),
+                collect(server.stream([3], ENDLESS, drafts=drafts)),
+            )
+
+    answer, pieces = run(main())
+    assert bool(answer.metrics.num_drafts) is not drafts and bool(pieces[-1].metrics.num_drafts) is drafts
+    assert [piece.metrics for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    origins = [origin for piece in pieces for origin in piece.origins]
+    assert {*origins} == ({"accepted", "bonus"} if drafts else {"plain"})
+    assert len(origins) == pieces[-1].metrics.num_emitted_tokens == 250
+
+
 def test_request_ids_are_unique_while_they_are_in_use():
     async def main():
         runner, engine = open_runner()

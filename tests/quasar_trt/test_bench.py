@@ -13,9 +13,10 @@ from rich.console import Console
 from stubs import StubEngine, one_hot_logits
 
 from quasar_trt.bench.cell import CELLS, CellProcess, Measurement, verify_costs
+from quasar_trt.bench.cell_figures import Run
 from quasar_trt.bench.options import BenchOptions
 from quasar_trt.bench.prompts import load_prompts, random_prompts
-from quasar_trt.bench.report import Report, Run
+from quasar_trt.bench.report import Report
 from quasar_trt.bench.run import run_bench
 from quasar_trt.errors import QuasarError
 from quasar_trt.sampling_params import SamplingParams
@@ -220,7 +221,7 @@ def test_plot_is_a_png_with_and_without_figures(tmp_path):
         for run in known_report().runs
     ]
     for report in (known_report(), dataclasses.replace(known_report(), runs=tuple(nothing))):
-        plot(report, tmp_path / "speed.png")
+        plot(report, CELLS[1:], tmp_path / "speed.png")
         assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 

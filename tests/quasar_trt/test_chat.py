@@ -25,7 +25,7 @@ ANSWER = "é one\ntwo"
 class ChatTokenizer(ByteTokenizer):
     chat_template = CHAT_TEMPLATE
 
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt, continue_final_message):
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return "".join(lines) + ("assistant:" if add_generation_prompt else "")
 

@@ -55,7 +55,19 @@ def test_help_loads_no_heavy_package_and_lists_every_command():
 
 
 @pytest.mark.parametrize(
-    "command", ["build", "generate", "chat", "bench", "bench cells", "bench kernels", "bench requests", "serve", "info"]
+    "command",
+    [
+        "build",
+        "generate",
+        "chat",
+        "bench",
+        "bench cells",
+        "bench drafters",
+        "bench kernels",
+        "bench requests",
+        "serve",
+        "info",
+    ],
 )
 def test_help_of_each_command_fits_the_terminal(command):
     result = quasar_trt(*command.split(), "--help")
@@ -75,7 +87,7 @@ def test_version():
 
 def test_defaults_shown_are_those_of_the_dataclasses():
     text = quasar_trt("generate", "--help").stdout
-    assert "[suffix|ngram|recycle|none]" in text
+    assert "[suffix|ngram|recycle|engine:DIR|none]" in text
     assert "[default: 16]" in text and "[default: 1.0]" in text
     assert "[default: 16]" not in quasar_trt("chat", "--help").stdout
 
@@ -217,6 +229,8 @@ def test_generate_streams_text_and_a_summary(engine_dirs):
     assert "mean acceptance length = " in drafted.stderr.splitlines()[-1]
     plain = quasar_trt("generate", *common, "--drafter", "none", "--no-stats")
     assert plain.stdout == drafted.stdout and "acceptance" not in plain.stderr
+    by_engine = quasar_trt("generate", *common, "--drafter", f"engine:{engine_dirs['BF16']}")
+    assert by_engine.stdout == drafted.stdout and "mean acceptance length = " in by_engine.stderr
 
 
 def test_generate_reads_stdin_and_uses_the_chat_template(engine_dirs):
@@ -261,7 +275,9 @@ def test_generate_with_the_reference_engine(engine_dirs):
     ("args", "parts"),
     [
         (["--drafter", "ngramm"], ["unknown drafter 'ngramm'", "did you mean 'ngram'?"]),
-        (["--drafter", "eagle"], ["unknown drafter 'eagle'", "one of: ngram, none, suffix"]),
+        (["--drafter", "eagle"], ["unknown drafter 'eagle'", "one of: engine:DIR, ngram, none, recycle, suffix"]),
+        (["--drafter", "engine"], ["drafter is 'engine'", "engine:DIR"]),
+        (["--drafter", "engine:nowhere"], ["engine directory nowhere does not exist", "quasar-trt build"]),
         (["--engine", "tensorrt"], ["was built for target 'cpu'", "runs targets tensorrt, tensorrt-rtx"]),
         (["--drafter-option", "num_speculative_tokens=true"], ["num_speculative_tokens is True", "an integer"]),
         (["--engine", "cpuu"], ["unknown engine 'cpuu'", "did you mean 'cpu'?"]),
@@ -374,7 +390,7 @@ def test_build_defaults_are_those_of_the_builder():
     numbers = {name: value for name, value in defaults.items() if type(value) is int}
     assert numbers == {name: shown[name] for name in numbers}
     assert set(defaults) - {"recipe", "progress"} <= set(shown)
-    assert {field.name for field in dataclasses.fields(Recipe)} <= set(shown)
+    assert {field.name for field in dataclasses.fields(Recipe)} - {"weight_only"} <= set(shown)  # which a build lists
     text = {parameter.name: parameter.help for parameter in build.params if hasattr(parameter, "help")}
     assert f"{CALIB_SIZE} by default" in text["calib_size"]
     assert f"{CALIB_MAX_SEQ_LENGTH} by default" in text["calib_max_seq_length"]

@@ -15,7 +15,7 @@ from quasar_trt.builders.cpu_target import compile_cpu
 from quasar_trt.draft_length import DraftLengths
 from quasar_trt.drafters.base import NO_DRAFT, Draft, DraftRequest
 from quasar_trt.drafters.estimates import AcceptanceEstimates
-from quasar_trt.drafters.registry import DRAFTERS, make_drafter
+from quasar_trt.drafters.registry import DRAFTERS, OPERANDS, make_drafter
 from quasar_trt.engines.cpu import CpuEngine
 from quasar_trt.recipe import Recipe
 from quasar_trt.runner import Runner
@@ -24,6 +24,7 @@ from quasar_trt.sampling_params import SamplingParams
 from quasar_trt.step_cost import StepCost, measure
 
 SAMPLER = Sampler(SamplingParams())
+ALONE = [name for name in DRAFTERS if name not in OPERANDS]
 FLAT = {rows: 0.003 * (1 + 0.05 * (rows - 1)) for rows in range(1, 65)}  # seconds; a row more costs 5 % of a plain pass
 LINEAR = {rows: 0.003 * rows for rows in range(1, 65)}
 
@@ -110,7 +111,22 @@ def test_trials_mend_a_cost_that_was_measured_too_high():
     assert np.mean(used[:100]) < 0.1 and np.mean(used[-1000:]) > 0.9
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+def test_what_drafts_have_cost_makes_more_of_their_tokens_worth_verifying():
+    """Rows cost a second each, so nothing pays; it does when 3 seconds have gone into the drafts."""
+    table = {rows: float(rows) for rows in range(1, 12)}
+    drafts = [draft(*[0.9] * 8)]
+    assert DraftLengths(StepCost(table)).choose(drafts, 1, 1, free=20) == [0]
+    spent = DraftLengths(StepCost(table)).choose(drafts, 1, 1, 20, 3.0)
+    rates = [sum(0.9**depth for depth in range(count + 1)) / (4.0 + count) for count in range(9)]
+    assert spent == [int(np.argmax(rates))] and spent[0] > 2
+
+
+def test_certain_tokens_are_verified_whatever_they_cost():
+    table = {rows: float(rows**3) for rows in range(1, 12)}
+    assert DraftLengths(StepCost(table)).choose([draft(1.0, 1.0, 1.0, 0.9), draft(1.0)], 2, 2, free=20) == [3, 1]
+
+
+@pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize("alphabet", [2, 50, 10_000])
 @pytest.mark.parametrize("table", [FLAT, LINEAR], ids=["flat", "linear"])
 def test_random_ids_take_at_most_two_percent_longer_than_plain(name, alphabet, table):
@@ -165,7 +181,7 @@ def test_estimates_follow_a_change():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("table", [FLAT, LINEAR, {1: 1.0, 2: 9.0, 3: 1.0}], ids=["flat", "linear", "odd"])
-@pytest.mark.parametrize("name", [*DRAFTERS, "suffix with history"])
+@pytest.mark.parametrize("name", [*ALONE, "suffix with history"])
 def test_ids_do_not_depend_on_costs(name, table, temperature):
     logits = random_logits(5, seed=1)
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=40)

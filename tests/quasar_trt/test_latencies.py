@@ -46,3 +46,10 @@ def test_sums_and_differences_of_service_metrics():
     before = both.snapshot()
     both.count(1, 1.0, 0.5)
     assert (both - before).inter_token.count == 1
+
+
+def test_counts_within_a_bound():
+    latencies = Latencies()
+    for seconds in (1e-6, 0.9e-3, 1.024e-3, 1.1e-3, 5.0):
+        latencies.add(seconds)
+    assert [latencies.count_within(doublings) for doublings in (0, 9, 10, 11, 22, 23)] == [1, 1, 3, 4, 4, 5]

@@ -78,7 +78,7 @@ def _request(drafter, engine, tree: bool):
     context = [1, 2, 3, 4]
     drafter.start(0, context)
     drafter.read_states(0, 0, _STATE[engine.config.hidden_size][None, None].repeat(3, axis=0))
-    return DraftRequest(0, context, 8, None, tree)
+    return DraftRequest(0, context, 8, None, tree=tree)
 
 
 def test_estimates_follow_what_was_right(deep_dirs, tmp_path):

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from stubs import StubEngine, chain_logits, random_logits
 
+from quasar_trt.drafters.base import Drafter
+from quasar_trt.drafters.engine import EngineDrafter
 from quasar_trt.drafters.registry import DRAFTERS, OPERANDS, make_drafter
 from quasar_trt.engines import open_engine
 from quasar_trt.errors import QuasarError
@@ -26,6 +28,12 @@ DRAFTER = {
     "medusa": {"num_speculative_tokens": 2, "top_k": 2},
     "eagle": {"num_speculative_tokens": 2, "depth": 2, "top_k": 2},
     "suffix": {"num_speculative_tokens": 2, "branches": 3, "history_tokens": 100},
+    "engine": {
+        "num_speculative_tokens": 2,
+        "drafter": "none",
+        "draft_tokenizer": True,
+        "kv_cache_memory_bytes": 4,
+    },
 }
 DRAFTER_CONTEXT = [1, 2, 7, 6, 5, 4, 3, 8, 2, 1, 2]
 DRAFTER_ANSWER = [8, 2, 1, 2, 9, 9]
@@ -37,32 +45,43 @@ def generate() -> list[int]:
     return Runner(engine, eos_token_ids=[3]).generate([1, 2])[0].outputs[0].token_ids
 
 
-@pytest.fixture(scope="module")
-def propose(engine_dirs, head_dirs):
-    """(name of a drafter, its options) -> what it proposes."""
-
-    def asked(name: str, **options):
-        if name not in OPERANDS:
-            return draft_of(name, **options)
-        drafter, drafts = make_drafter(f"{name}:{head_dirs[name]}", options), []
-        given = drafter.propose
-        drafter.propose = lambda batch: drafts.append(given(batch)) or drafts[-1]
-        engine = open_engine(engine_dirs["BF16"], "cpu", threads=1)
-        Runner(engine, drafter=drafter).generate([[1, 2, 3]], SamplingParams(temperature=0, ignore_eos=True))
-        return [(draft.ids, draft.parents) for (draft,) in drafts]
-
-    return asked
-
-
-def draft_of(name: str, **options) -> tuple[int, ...]:
+def propose(drafter: Drafter) -> tuple[int, ...]:
     """The draft that comes with DRAFTER_CONTEXT, after a request that emitted DRAFTER_ANSWER."""
-    runner = Runner(
-        engine := StubEngine(chain_logits(DRAFTER_ANSWER, 1, 10), 10),
-        drafter=make_drafter(name, options),
-        max_batch_size=1,
-    )
+    engine = StubEngine(chain_logits(DRAFTER_ANSWER, 1, 10), 10)
+    runner = Runner(engine, drafter=drafter, max_batch_size=1)
     runner.generate([[0], DRAFTER_CONTEXT], SamplingParams(temperature=0, max_tokens=20))
     return next(step.drafts[-1] for step in engine.passes if step.tokens[-1] == DRAFTER_CONTEXT)
+
+
+def drafts_of(drafter: Drafter, engine_dir) -> list[tuple]:
+    """What a drafter that reads hidden states proposes for one request."""
+    given, drafts = drafter.propose, []
+    drafter.propose = lambda batch: drafts.append(given(batch)) or drafts[-1]
+    engine = open_engine(engine_dir, "cpu", threads=1)
+    Runner(engine, drafter=drafter).generate([[1, 2, 3]], SamplingParams(temperature=0, ignore_eos=True))
+    return [(draft.ids, draft.parents) for (draft,) in drafts if draft]
+
+
+def made(name: str, dirs: dict, **options) -> tuple[Drafter, object]:
+    """A drafter, and a function that tells what it has done."""
+    if name not in OPERANDS:
+        drafter = make_drafter(name, options)
+        return drafter, lambda: propose(drafter)
+    if name != "engine":
+        drafter = make_drafter(f"{name}:{dirs[name]}", options)
+        return drafter, lambda: drafts_of(drafter, dirs["BF16"])
+    # Its own vocabulary where that shall matter.
+    vocab = 12 if "draft_tokenizer" in options else 10
+    engine = StubEngine(random_logits(vocab), vocab)
+    drafter = EngineDrafter(engine, **options)
+
+    def effect():
+        try:
+            return propose(drafter), [step.drafts for step in engine.passes]
+        except QuasarError as error:
+            return str(error)
+
+    return drafter, effect
 
 
 def test_tables_name_every_field():
@@ -72,19 +91,23 @@ def test_tables_name_every_field():
 
 
 @pytest.mark.parametrize(("name", "option", "value"), OPTIONS)
-def test_drafter_option_acts(propose, name, option, value):
-    drafter = make_drafter(f"{name}:nowhere" if name in OPERANDS else name, {option: value})
+def test_drafter_option_acts(engine_dirs, head_dirs, name, option, value):
+    dirs = engine_dirs | head_dirs
+    default = next(f.default for f in dataclasses.fields(DRAFTERS[name][1]) if f.name == option)
+    drafter, effect = made(name, dirs, **{option: value})
     assert getattr(drafter.options, option) == value
-    assert value != next(f.default for f in dataclasses.fields(DRAFTERS[name][1]) if f.name == option)
-    assert propose(name, **{option: value}) != propose(name)
+    assert value != default
+    assert effect() != made(name, dirs, **{option: default})[1]()
 
 
-def test_every_default_works(propose):
+def test_every_default_works(engine_dirs, head_dirs):
     assert 0 < len(generate()) <= 16
-    assert all(any(ids for ids, _ in propose(name)) for name in OPERANDS)
-    for name in DRAFTERS.keys() - OPERANDS:
+    for name in head_dirs:
+        assert made(name, engine_dirs | head_dirs)[1]()
+    for name in DRAFTERS.keys() - head_dirs.keys():
         engine = StubEngine(random_logits(5), 5)
-        (output,) = Runner(engine, drafter=make_drafter(name)).generate([1, 2, 1])
+        drafter = EngineDrafter(StubEngine(random_logits(5), 5)) if name == "engine" else make_drafter(name)
+        (output,) = Runner(engine, drafter=drafter).generate([1, 2, 1])
         assert len(output.outputs[0].token_ids) == 16
     assert make_drafter(None) is None
 
@@ -152,10 +175,20 @@ def test_every_default_works(propose):
             "history_tokens is -1; allowed: an integer of at least 0",
         ),
         (lambda: make_drafter("suffix", {"history_tokens": 1e4}), "history_tokens is 10000.0; allowed"),
+        (lambda: make_drafter("engine", {}), "drafter is 'engine'; allowed: engine:DIR"),
+        (lambda: make_drafter("engine:", {}), "drafter is 'engine:'; allowed: engine:DIR"),
+        (
+            lambda: make_drafter("ngram:dir", {}),
+            "unknown drafter 'ngram:dir'; one of: eagle:DIR, engine:DIR, medusa:DIR, ngram, recycle, suffix",
+        ),
+        (lambda: make_drafter("engine:nowhere", {}), "engine directory nowhere does not exist"),
+        (lambda: EngineDrafter("x", drafter="sufix"), "unknown drafter of an engine drafter 'sufix'.*mean 'suffix'"),
+        (lambda: EngineDrafter("x", draft_tokenizer="yes"), "draft_tokenizer is 'yes'; allowed: true or false"),
+        (lambda: EngineDrafter("x", kv_cache_memory_bytes=0), "kv_cache_memory_bytes is 0; allowed: a number of bytes"),
+        (lambda: EngineDrafter("x", drafters="suffix"), "unknown engine drafter option 'drafters'.*mean 'drafter'"),
         (lambda: make_drafter(None, {"num_speculative_tokens": 3}), "without a drafter"),
         (lambda: make_drafter("medusa", {}), "drafter is 'medusa'; allowed: medusa:DIR"),
         (lambda: make_drafter("eagle:", {}), "drafter is 'eagle:'; allowed: eagle:DIR"),
-        (lambda: make_drafter("ngram:dir", {}), "unknown drafter 'ngram:dir'; one of: eagle:DIR, medusa:DIR, ngram"),
         (lambda: make_drafter("medusa:x", {"top_k": 0}), "top_k is 0; it must be a whole number of at least 1"),
         (lambda: make_drafter("eagle:x", {"depth": 1.5}), "depth is 1.5; it must be a whole number"),
         (lambda: make_drafter("eagle:x", {"dept": 3}), "unknown eagle drafter option 'dept'.*did you mean 'depth'"),

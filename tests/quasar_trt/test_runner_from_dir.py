@@ -43,9 +43,8 @@ def test_drafted_ids_equal_plain_ids(engine_dir, temperature):
 @pytest.mark.parametrize("weights", ["INT8", "BF16"])
 def test_drafted_ids_equal_plain_ids_on_the_native_engine(engine_dirs, weights, temperature, monkeypatch):
     """Draft lengths 1 to 8, prompts of several lengths together, 1 and 2 threads: bit for bit the same ids."""
-    monkeypatch.setattr(
-        "quasar_trt.runner._step_cost", lambda *args: None
-    )  # drafts are verified whole, whatever they cost
+    # Drafts are verified whole, whatever they cost.
+    monkeypatch.setattr("quasar_trt.runner.open_step_cost", lambda *args: None)
     prompts = ["a", "one two one two", "The quick brown fox. The quick brown", "0123456789" * 3]
     params = SamplingParams(temperature=temperature, top_k=2, seed=3, max_tokens=48)
     plain = Runner.from_dir(engine_dirs[weights], drafter=None, engine="cpu", threads=1)

@@ -78,6 +78,8 @@ def runners(engine_dirs, head_dirs):
     """(drafter, engine) -> runner that verifies every draft whole; drafter None for plain decoding."""
     plain = {name: Runner.from_dir(engine_dirs["INT8"], drafter=None, engine=name, threads=1) for name in HERE}
 
+    operands = {"engine": engine_dirs["BF16"], **head_dirs}
+
     def runner(drafter: str | None, engine: str) -> Runner:
         opened = plain[engine]
         return Runner(
@@ -85,7 +87,7 @@ def runners(engine_dirs, head_dirs):
             tokenizer=opened.tokenizer,
             eos_token_ids=opened.eos_token_ids,
             drafter=make_drafter(
-                f"{drafter}:{head_dirs[drafter]}" if drafter in OPERANDS else drafter,
+                f"{drafter}:{operands[drafter]}" if drafter in OPERANDS else drafter,
                 drafter and {"num_speculative_tokens": 4},
             ),
         )
@@ -121,7 +123,8 @@ def test_table_names_every_parameter_with_its_default_and_every_drafter_on_every
     assert {name: cells[0] for name, cells in ROWS.items()} == defaults
     assert set(CASES) == set(defaults)
     assert set(COLUMNS) == {(drafter, engine) for drafter in DRAFTERS for engine in HERE}
-    assert {cell for cells in ROWS.values() for cell in cells[1:]} == {"ids"}
+    for cells in ROWS.values():
+        assert cells[1:] == ["distribution" if drafter == "engine" else "ids" for drafter, _ in COLUMNS]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -133,6 +136,11 @@ def test_parameter_acts_and_drafting_changes_nothing(runners, drafter, engine, n
     expected = result(plain, SamplingParams(**with_it))
     assert expected != result(plain, SamplingParams(**without))
     drafting = runners(drafter, engine)
+    if drafter == "engine" and SamplingParams(**with_it).temperature > 0:  # other ids of the same distribution
+        without, with_it = settings(name, drafting, temperature)
+        assert result(drafting, SamplingParams(**with_it)) != result(drafting, SamplingParams(**without))
+        assert drafting.stats.num_accepted_tokens
+        return
     seen, logprobs = result(drafting, SamplingParams(**with_it))
     assert seen == expected[0]
     np.testing.assert_allclose(logprobs, expected[1], rtol=0, atol=0 if drafting.engine.capabilities.exact else 1e-4)

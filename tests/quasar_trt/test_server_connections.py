@@ -152,6 +152,20 @@ def test_head_that_does_not_come_to_its_end_is_cut_off(monkeypatch):
         assert answers(server)
 
 
+def test_rest_of_a_refused_request_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(connection_module, "HEAD_SECONDS", 0.2)
+    with ServerThread(make_runner()) as server:
+        client = server.connect()
+        client.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 404")
+        with pytest.raises(ConnectionError):
+            for _ in range(200):
+                client.sendall(b" ")
+                time.sleep(0.02)
+        client.close()
+        assert answers(server)
+
+
 def test_body_that_does_not_come_to_its_end_is_refused(monkeypatch):
     monkeypatch.setattr(body_module, "BODY_SECONDS", 0.2)
     with ServerThread(make_runner()) as server:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -124,7 +125,12 @@ def test_answer_can_be_stopped(browser):
 
     row = np.zeros(VOCAB, np.float32)
     row[ord("a")] = 100.0
-    runner = Runner(StubEngine(lambda prefix: row, VOCAB, max_seq_len=100_000), tokenizer=ByteTokenizer())
+
+    def slowly(prefix: tuple[int, ...]):
+        time.sleep(0.005)
+        return row
+
+    runner = Runner(StubEngine(slowly, VOCAB, max_seq_len=100_000), tokenizer=ByteTokenizer())
     with ServerThread(runner, ChatTokenizer()) as server:
         page = browser.new_page()
         page.goto(server.url)

@@ -97,6 +97,8 @@ def _unstreamed(name: str, streams: bool) -> dict:
         (COMPLETIONS, {"prompt": "\ud800"}, None),
         (COMPLETIONS, {"prompt": "x" * 300}, "prompt"),
         (COMPLETIONS, {"prompt": "a", "\ud800": 1}, "\\ud800"),
+        (COMPLETIONS, {"prompt": [[1], [1] * 300]}, "prompt"),
+        (COMPLETIONS, {"prompt": [[1], [1] * 300], "stream": True}, "prompt"),
         (COMPLETIONS, {"prompt": ["a"] * 3, "n": 100}, "n"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
         (COMPLETIONS, {"prompt": "a", "logprobs": True}, "logprobs"),

@@ -8,17 +8,17 @@
 
 namespace quasar {
 
-Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, int threads, const Kernels* kernels,
+Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, ThreadPool& pool, const Kernels* kernels,
                  std::unique_ptr<Collectives> collectives)
     : shape_(shape),
       weights_(std::move(weights)),
       kernels_(kernels),
-      pool_(threads),
+      pool_(pool),
       cache_(shape.layers, shape.kv_heads, shape.head),
       collectives_(std::move(collectives)),
       scales_(static_cast<size_t>(shape.max_rows)),
-      attention_pieces_(static_cast<size_t>(threads)),
-      scratch_(static_cast<size_t>(threads)) {
+      attention_pieces_(static_cast<size_t>(pool.size())),
+      scratch_(static_cast<size_t>(pool.size())) {
   const int64_t rows = shape.max_rows;
   hidden_.resize(rows * padded(shape.hidden));
   qkv_.resize(rows * padded(shape.qkv()));

@@ -84,8 +84,8 @@ struct Part {
 
 class Decoder {
  public:
-  // collectives: null for a single rank.
-  Decoder(const DecoderShape& shape, DecoderWeights weights, int threads, const Kernels* kernels,
+  // `pool` outlives the decoder; others may use it between two steps. collectives: null for a single rank.
+  Decoder(const DecoderShape& shape, DecoderWeights weights, ThreadPool& pool, const Kernels* kernels,
           std::unique_ptr<Collectives> collectives);
 
   KvCache& cache() { return cache_; }
@@ -154,7 +154,7 @@ class Decoder {
   const DecoderShape shape_;
   const DecoderWeights weights_;
   const Kernels* const kernels_;
-  ThreadPool pool_;
+  ThreadPool& pool_;
   KvCache cache_;
 
   const std::unique_ptr<Collectives> collectives_;

@@ -61,39 +61,44 @@ void Decoder::add_all_to_residual(const Linear& reader, Activations& x, int thre
     }
     pool_.barrier();
   }
+  const float *scale = reader.weight.scale, *bias = reader.weight.bias;
+  const auto add = [&](auto value) {  // value(index, row scale, n), as the kernels compute it from the sum at that index
+    for (int row = first; row < last; ++row) {
+      const int64_t at = static_cast<int64_t>(row) * stride;
+      const float row_scale = scales_[static_cast<size_t>(row)].scale;
+      for (int n = 0; n < shape_.hidden; ++n) {
+        float y = value(at + n, row_scale, n);
+        if (bias) y += bias[n];
+        hidden_.get()[at + n] += y;
+      }
+    }
+  };
   switch (reader.input) {
     case Input::kFloats: {
+      float* sums = float_sums_.get();
       const Weight weight{reader.weight.data, nullptr, nullptr, k};
-      float* own = float_sums_.get() + shape_.rank * size;
-      kernels_->linear_bf16(weight, x.floats.get(), x.stride, rows, begin, end, {own, stride, Epilogue::kStore});
-      together(thread, [&](Collectives& ranks) { ranks.gather(float_sums_.get(), size); });
+      kernels_->linear_bf16(weight, x.floats.get(), x.stride, rows, begin, end, {sums + shape_.rank * size, stride, Epilogue::kStore});
+      together(thread, [&](Collectives& ranks) { ranks.gather(sums, size); });
+      add([&](int64_t at, float, int) {
+        float y = sums[at];
+        for (int rank = 1; rank < shape_.ranks; ++rank) y += sums[rank * size + at];
+        return y;
+      });
       break;
     }
-    case Input::kCodes8:
-      kernels_->sums_w8a8(reader.weight, x.codes8.get(), x.stride, scales_.data(), rows, begin, end, sums8_.get(), stride);
-      together(thread, [&](Collectives& ranks) { ranks.add(sums8_.get(), size); });
+    case Input::kCodes8: {
+      int32_t* sums = sums8_.get();
+      kernels_->sums_w8a8(reader.weight, x.codes8.get(), x.stride, scales_.data(), rows, begin, end, sums, stride);
+      together(thread, [&](Collectives& ranks) { ranks.add(sums, size); });
+      add([&](int64_t at, float row_scale, int n) { return static_cast<float>(sums[at]) * row_scale * scale[n]; });
       break;
-    case Input::kCodes16:
-      kernels_->sums_w8a16(reader.weight, x.codes16.get(), x.stride, scales_.data(), rows, begin, end, sums16_.get(), stride);
-      together(thread, [&](Collectives& ranks) { ranks.add(sums16_.get(), size); });
+    }
+    case Input::kCodes16: {
+      double* sums = sums16_.get();
+      kernels_->sums_w8a16(reader.weight, x.codes16.get(), x.stride, scales_.data(), rows, begin, end, sums, stride);
+      together(thread, [&](Collectives& ranks) { ranks.add(sums, size); });
+      add([&](int64_t at, float row_scale, int n) { return static_cast<float>(sums[at]) * row_scale * scale[n]; });
       break;
-  }
-  const float *scale = reader.weight.scale, *bias = reader.weight.bias;
-  for (int row = first; row < last; ++row) {
-    const int64_t at = static_cast<int64_t>(row) * stride;
-    const float row_scale = scales_[static_cast<size_t>(row)].scale;
-    for (int n = 0; n < shape_.hidden; ++n) {
-      float y = 0.0f;
-      switch (reader.input) {
-        case Input::kFloats:
-          y = float_sums_.get()[at + n];
-          for (int rank = 1; rank < shape_.ranks; ++rank) y += float_sums_.get()[rank * size + at + n];
-          break;
-        case Input::kCodes8: y = static_cast<float>(sums8_.get()[at + n]) * row_scale * scale[n]; break;
-        case Input::kCodes16: y = static_cast<float>(sums16_.get()[at + n]) * row_scale * scale[n]; break;
-      }
-      if (bias) y += bias[n];
-      hidden_.get()[at + n] += y;
     }
   }
   pool_.barrier();

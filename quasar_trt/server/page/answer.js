@@ -5,6 +5,7 @@ export class Answer {
     this.characters = []; // code points, as the server counts them
     this.offsets = [];
     this.origins = [];
+    this.numAccepted = 0;
     this.usage = null;
     this.began = null; // when the first tokens came, which cost the prompt's pass too
     this.numFirst = 0;
@@ -21,15 +22,15 @@ export class Answer {
     this.characters.push(...(choice.delta.content ?? ""));
     this.offsets.push(...choice.text_offsets);
     this.origins.push(...choice.token_origins);
+    this.numAccepted += choice.token_origins.filter((origin) => origin === "accepted").length;
     if (this.began === null) {
       this.began = performance.now();
       this.numFirst = this.offsets.length;
     }
     this.ended = performance.now();
-    this.show();
   }
 
-  show() {
+  draw() {
     const spans = this.paragraph.children;
     // The last span may have grown; those before it are complete.
     for (let i = Math.max(spans.length - 1, 0); i < this.offsets.length; i++) {
@@ -42,11 +43,10 @@ export class Answer {
   figures() {
     const numTokens = this.offsets.length;
     if (!numTokens) return "";
-    const numAccepted = this.origins.filter((origin) => origin === "accepted").length;
-    const numPasses = Math.max(numTokens - numAccepted, 1); // each emits one token besides those that it accepts
+    const numPasses = Math.max(numTokens - this.numAccepted, 1); // each emits one token besides those that it accepts
     const parts = [
       `${numTokens} tokens`,
-      `${numAccepted} accepted`,
+      `${this.numAccepted} accepted`,
       `mean acceptance length ${(numTokens / numPasses).toFixed(2)}`,
     ];
     const seconds = (this.ended - this.began) / 1000;

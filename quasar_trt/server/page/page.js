@@ -63,14 +63,30 @@ async function stream(answer, signal) {
   for await (const chunk of events(response.body)) {
     if (chunk.error) throw new Error(chunk.error.message);
     answer.add(chunk);
-    element("figures").textContent = answer.figures();
-    conversation.scrollTop = conversation.scrollHeight;
+    show(answer);
   }
 }
 
+let frame = null; // that is asked for: tokens may come faster than they can be drawn
+
+function show(answer) {
+  frame ??= requestAnimationFrame(() => {
+    frame = null;
+    draw(answer);
+  });
+}
+
+function draw(answer) {
+  if (!answer.paragraph.isConnected) return; // its conversation was left
+  answer.draw();
+  element("figures").textContent = answer.figures();
+  conversation.scrollTop = conversation.scrollHeight;
+}
+
 async function send(text) {
+  const own = messages; // a new conversation may begin meanwhile
   addParagraph("user", text);
-  messages.push({ role: "user", content: text });
+  own.push({ role: "user", content: text });
   const answer = new Answer(addParagraph("assistant"));
   stopping = new AbortController();
   setBusy(true);
@@ -79,8 +95,9 @@ async function send(text) {
   } catch (error) {
     if (error.name !== "AbortError") addParagraph("failure", error.message);
   }
-  if (answer.text) messages.push({ role: "assistant", content: answer.text });
-  else messages.pop();
+  draw(answer);
+  if (answer.text) own.push({ role: "assistant", content: answer.text });
+  else own.pop();
   setBusy(false);
 }
 

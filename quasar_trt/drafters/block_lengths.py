@@ -1,0 +1,89 @@
+"""How long blocks of a drafting engine are worth being made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+
+from quasar_trt.drafters.agreement import Agreement
+from quasar_trt.drafters.engine_block import Block
+from quasar_trt.step_cost import StepCost
+
+_TRIAL_SHARE = 0.005  # of the time that the verifier's passes take, for drafting passes that do not seem to pay
+
+
+class BlockLengths:
+    """Decides before each pass of the drafting engine whether that pass is worth its time.
+
+    A step makes blocks and verifies them; what counts is the tokens it is expected to emit per second, the seconds of its
+    drafting passes included. They are compared for what there is now and for one pass more. Behind its block every draft
+    goes on with its tail, the tokens that cost nothing but the verifier's rows; a tail as good as this one is expected behind
+    a longer block too.
+
+    A pass is tried now and then though it does not seem to pay, lest a drafting engine that once agreed little is never
+    asked again; this takes at most 0.5 % of the time.
+
+    seconds: of the drafting passes of this step so far.
+    """
+
+    def __init__(self, verifier: StepCost, drafting: StepCost):
+        self.seconds = 0.0
+        self._verifier = verifier
+        self._drafting = drafting
+        self._trial_seconds = 0.0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.seconds = 0.0
+
+    def pays(self, blocks: Sequence[Block], agreement: Agreement) -> bool:
+        """Whether one more drafting pass, over the blocks that go on, pays; it is counted where it does.
+
+        What they have not read yet is to be computed sooner or later and does not count.
+        """
+        going = [block for block in blocks if block.goes_on]
+        now = [_chances(block, agreement) for block in blocks]
+        longer = [_later_chances(block, agreement) if block.goes_on else _chances(block, agreement) for block in blocks]
+        cost = self._drafting.seconds(sum(1 + block.num_tested for block in going))
+        pays = self._rate(longer, cost) > self._rate(now, 0.0)
+        if pays or self._is_tried(len(blocks), sum(block.num_pending for block in going)):
+            self.seconds += cost
+            return True
+        return False
+
+    def _rate(self, chances: Sequence[Sequence[float]], seconds: float) -> float:
+        """Tokens per second of a step whose draft tokens have these chances, when the best of them are verified."""
+        expected = count = len(chances)
+        seconds += self.seconds
+        best = expected / (seconds + self._verifier.seconds(count))
+        for chance in sorted((each for draft in chances for each in draft), reverse=True):
+            count += 1
+            expected += chance
+            best = max(best, expected / (seconds + self._verifier.seconds(count)))
+        return best
+
+    def _is_tried(self, num_requests: int, num_pending: int) -> bool:
+        if self.seconds:
+            return False
+        extra = self._drafting.seconds(num_pending)
+        self._trial_seconds = min(self._trial_seconds + _TRIAL_SHARE * self._verifier.seconds(num_requests), extra)
+        if self._trial_seconds < extra:
+            return False
+        self._trial_seconds = 0.0
+        return True
+
+
+def _chances(block: Block, agreement: Agreement) -> list[float]:
+    """For each draft token, the probability that it and all before it are accepted."""
+    return list(accumulate((*block.estimates(agreement), *block.tail_estimates), mul))[: block.request.limit]
+
+
+def _later_chances(block: Block, agreement: Agreement) -> list[float]:
+    """Those after one more pass: its own token and what it accepts of the tail, then such a tail again."""
+    tail = block.tail_estimates
+    passed = [agreement.mean, *[agreement.mean * estimate for estimate in tail[: block.num_tested]]]
+    chances = list(accumulate((*block.estimates(agreement), *passed), mul))
+    after = chances[len(block.ids)]
+    chances += [after * chance for chance in accumulate(tail, mul)]
+    return chances[: block.request.limit]
