@@ -28,9 +28,7 @@ def write_texts(runner: Runner, prompts: list[str], samples: int, max_tokens: in
     texts = []
     for sample in range(samples):
         params = SamplingParams(temperature=sample / samples, seed=sample, max_tokens=max_tokens)
-        texts += [
-            [*each.prompt_token_ids, *each.outputs[0].token_ids] for each in runner.generate(ids, params)
-        ]
+        texts += [[*each.prompt_token_ids, *each.outputs[0].token_ids] for each in runner.generate(ids, params)]
     return [text for text in texts if len(text) > 2]
 
 
@@ -66,7 +64,11 @@ class MedusaHeads(nn.Module):
     def tensors(self, head: torch.Tensor) -> dict[str, torch.Tensor]:
         found = {}
         for i, block in enumerate(self.blocks):
-            found |= {f"{i}.0.linear.weight": block.weight, f"{i}.0.linear.bias": block.bias, f"{i}.1.weight": head.clone()}
+            found |= {
+                f"{i}.0.linear.weight": block.weight,
+                f"{i}.0.linear.bias": block.bias,
+                f"{i}.1.weight": head.clone(),
+            }
         return found
 
 
@@ -138,7 +140,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("engine_dir")
     parser.add_argument("output_dir", type=Path)
-    parser.add_argument("--prompts", type=Path, default=Path(__file__).parent / "prompts.jsonl", help="lines with a prompt")
+    parser.add_argument(
+        "--prompts", type=Path, default=Path(__file__).parent / "prompts.jsonl", help="lines with a prompt"
+    )
     parser.add_argument("--samples", type=int, default=8, help="answers to each prompt")
     parser.add_argument("--max-tokens", type=int, default=256, help="of each answer")
     parser.add_argument("--steps", type=int, default=1500, help="texts that each kind of head is trained on")

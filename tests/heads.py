@@ -56,16 +56,20 @@ EAGLE_SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate
 
 
 def eagle_values(config: ModelConfig, **others) -> dict:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": 1,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": 512,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-    } | EAGLE_SIZES | others
+    return (
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": config.hidden_size,
+            "num_hidden_layers": 1,
+            "vocab_size": config.vocab_size,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "hidden_act": "silu",
+        }
+        | EAGLE_SIZES
+        | others
+    )
 
 
 def eagle_tensors(
@@ -73,7 +77,9 @@ def eagle_tensors(
 ) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(11)
     hidden, size = values["hidden_size"], values["head_dim"]
-    heads, kv_heads, middle = (values[name] for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"))
+    heads, kv_heads, middle = (
+        values[name] for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    )
     prefix, inputs = ("midlayer.", 2) if third else ("layers.0.", 1)
     shapes = {
         "self_attn.q_proj": (heads * size, inputs * hidden),
@@ -195,7 +201,8 @@ class PlainEagle:
                 logits = self.head(self.features(tokens, before)[-1:])[0]
                 best = logits.softmax(0).topk(width)
                 level += [
-                    (joint * p, (*path, token)) for p, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+                    (joint * p, (*path, token))
+                    for p, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
                 ]
             nodes += level
             beam = sorted(level, key=lambda node: -node[0])[:width]

@@ -38,7 +38,9 @@ def head(engine, directory, variant: str):
     return directory, plain
 
 
-@pytest.mark.parametrize(("weights", "name"), [("BF16", "cpu"), ("INT8", "cpu"), ("BF16", "reference"), ("INT8", "reference")])
+@pytest.mark.parametrize(
+    ("weights", "name"), [("BF16", "cpu"), ("INT8", "cpu"), ("BF16", "reference"), ("INT8", "reference")]
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_proposals_are_those_of_the_head_and_ids_those_of_plain_decoding(deep_dirs, tmp_path, weights, name, variant):
     """Requests side by side, rejected and accepted paths, at both temperatures; the head's cache holds what was accepted alone, so its
@@ -62,24 +64,24 @@ def test_proposals_are_those_of_the_head_and_ids_those_of_plain_decoding(deep_di
             assert (draft.ids, draft.parents) == (expected.ids, expected.parents)
 
 
+@pytest.mark.parametrize(("common", "own", "max_tokens"), [(70, 9, 40), (0, 20, 110)])
 @pytest.mark.parametrize("variant", ["EAGLE", "EAGLE-3"])
-def test_a_cache_that_was_lost_or_shared_changes_no_ids(deep_dirs, tmp_path, variant):
-    """So little room that requests lose their caches, and prompts that begin alike."""
+def test_a_cache_that_was_shared_or_lost_changes_no_ids(deep_dirs, tmp_path, variant, common, own, max_tokens):
+    """Prompts that begin alike; and so little room that requests lose their caches."""
     engine = open_engine(deep_dirs["INT8"], "cpu", threads=1)
     directory, _ = head(engine, tmp_path / "head", variant)
-    common = random_ids(engine.config, 70)
-    prompts = [[*common, *random_ids(engine.config, 9, seed=seed)] for seed in range(3)]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    shared = random_ids(engine.config, common)
+    prompts = [[*shared, *random_ids(engine.config, own, seed=seed)] for seed in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     plain_runner = Runner(engine)
     plain = [plain_runner.generate([prompt], params)[0].outputs[0].token_ids for prompt in prompts]
     plain_runner.reset_prefix_cache()
-    room = engine.bytes_of(256)
-    for prefix in (prompts[:1], []):
-        runner = Runner(engine, drafter=make_drafter(f"eagle:{directory}"), kv_cache_memory_bytes=room)
-        runner.generate(prefix, params)
-        assert [each.outputs[0].token_ids for each in runner.generate(prompts, params)] == plain
-        runner.reset_prefix_cache()
-    assert runner.service.num_preemptions and runner.service.num_reused_tokens
+    drafter = make_drafter(f"eagle:{directory}")
+    runner = Runner(engine, drafter=drafter, kv_cache_memory_bytes=engine.bytes_of(192))
+    assert [each.outputs[0].token_ids for each in runner.generate(prompts, params)] == plain
+    assert bool(runner.service.num_reused_tokens) == bool(common)
+    assert bool(runner.service.num_preemptions) == (not common)
+    assert runner.stats.num_draft_tokens and not drafter._texts and not drafter._grown
 
 
 def test_features_that_come_again_are_known_and_a_gap_begins_anew(deep_model):
@@ -96,4 +98,8 @@ def test_features_that_come_again_are_known_and_a_gap_begins_anew(deep_model):
     text.add(20, row[20:29])
     ids, features, rows = text.next_rows(4)
     assert text.num_read == 0 and text.is_known
-    assert (ids, features[:, 0].tolist(), list(rows.positions)) == ([21, 22, 23, 24], [20, 21, 22, 23], [20, 21, 22, 23])
+    assert (ids, features[:, 0].tolist(), list(rows.positions)) == (
+        [21, 22, 23, 24],
+        [20, 21, 22, 23],
+        [20, 21, 22, 23],
+    )

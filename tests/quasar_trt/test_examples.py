@@ -58,7 +58,9 @@ def test_trained_heads_are_drafters(engine_dirs, tmp_path):
     plain = Runner.from_dir(engine_dirs["INT8"], drafter=None).generate("one", params)[0].outputs[0].token_ids
     for name in ("medusa", "eagle"):
         opened = Runner.from_dir(engine_dirs["INT8"], drafter=None, threads=1)
-        runner = Runner(opened.engine, tokenizer=opened.tokenizer, drafter=make_drafter(f"{name}:{tmp_path / 'heads' / name}"))
+        runner = Runner(
+            opened.engine, tokenizer=opened.tokenizer, drafter=make_drafter(f"{name}:{tmp_path / 'heads' / name}")
+        )
         assert runner.generate("one", params)[0].outputs[0].token_ids == plain
         assert runner.stats.num_draft_tokens
 

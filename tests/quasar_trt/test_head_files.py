@@ -107,7 +107,11 @@ def test_what_is_no_head_is_refused(engine, tmp_path, name):
     (directory / "config.json").write_text("[")
     assert "is not JSON" in refusal(engine, drafter)
     (directory / "config.json").write_text("{}")
-    assert "medusa_num_heads is None" in refusal(engine, drafter) if name == "medusa" else "lacks" in refusal(engine, drafter)
+    assert (
+        "medusa_num_heads is None" in refusal(engine, drafter)
+        if name == "medusa"
+        else "lacks" in refusal(engine, drafter)
+    )
     values = {"medusa_num_heads": 1, "medusa_num_layers": 1} | eagle_values(engine.config)
     (directory / "config.json").write_text(json.dumps(values))
     assert "has no weights of a head; one of: medusa_lm_head" in refusal(engine, drafter)

@@ -65,7 +65,9 @@ def test_without_trees_the_likeliest_path_is_proposed(deep_dirs, tmp_path):
     drafter.attach(engine, None, None)
     request = _request(drafter, engine, tree=False)
     (chain,) = drafter.propose([request])
-    logits = medusa_logits(medusa_tensors(engine.config, 3, 1), 3, 1, torch.from_numpy(_STATE[engine.config.hidden_size]))
+    logits = medusa_logits(
+        medusa_tensors(engine.config, 3, 1), 3, 1, torch.from_numpy(_STATE[engine.config.hidden_size])
+    )
     assert chain.ids == tuple(int(each.argmax()) for each in logits) and not chain.is_tree
 
 
@@ -82,7 +84,7 @@ def _request(drafter, engine, tree: bool):
 
 
 def test_estimates_follow_what_was_right(deep_dirs, tmp_path):
-    """The likeliest guesses of each head are right again and again, so their estimates rise above the others."""
+    """One guess of each head is right again and again; its class of probability, which others share, learns it."""
     engine = open_engine(deep_dirs["BF16"], "cpu", threads=1)
     directory = write_medusa(tmp_path / "heads", medusa_tensors(engine.config, 2, 1), 2, 1)
     drafter = make_drafter(f"medusa:{directory}", {"top_k": 2})
@@ -94,4 +96,4 @@ def test_estimates_follow_what_was_right(deep_dirs, tmp_path):
         drafter.observe(0, [*chain, 5], 2)
         (draft,) = drafter.propose([request])
     assert draft.ids == first.ids
-    assert draft.estimates[0] > max(first.estimates[0], 0.4)
+    assert draft.estimates[0] > 3 * first.estimates[0]
