@@ -78,6 +78,5 @@ def check_engine(engine: Engine, drafter: str) -> None:
     """Raises QuasarError for an engine without hidden states."""
     if not engine.capabilities.hidden_states:
         raise QuasarError(
-            f"drafter '{drafter}' reads hidden states, which this engine does not give; engines 'cpu' and 'reference' of one rank "
-            "do (one that was built rotated before its basis was recorded: build it again)"
+            f"drafter '{drafter}' reads hidden states, which this engine does not give; engines 'cpu' and 'reference' of one rank do"
         )

@@ -22,6 +22,7 @@ from torch.nn import functional
 from quasar_trt.architectures import architecture_of, hadamard_blocks
 from quasar_trt.checkpoint import LAYER_PREFIX, Checkpoint, below_layer
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
+from quasar_trt.engines.reference_cache import KVCache
 from quasar_trt.engines.source_basis import SourceBasis
 from quasar_trt.engines.tree_mask import depths, visible_rows
 from quasar_trt.errors import QuasarError
@@ -60,46 +61,6 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
             if is_bf16:
                 tensors[name] = tensors[name].view(torch.bfloat16)
     return tensors
-
-
-class KVCache:
-    """Keys and values of one sequence. Tensors are replaced, never written to, so copies share them."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
-        empty = torch.empty(config.num_key_value_heads, 0, config.head_size, dtype=dtype, device=device)
-        self.keys = [empty] * config.num_hidden_layers  # each [kv heads, length, head_size]
-        self.values = [empty] * config.num_hidden_layers
-
-    @property
-    def length(self) -> int:
-        return self.keys[-1].shape[1]
-
-    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends [kv heads, rows, head_size] to one layer and returns all of its keys and values."""
-        self.keys[layer] = torch.cat([self.keys[layer], keys.to(self.keys[layer].dtype)], dim=1)
-        self.values[layer] = torch.cat([self.values[layer], values.to(self.values[layer].dtype)], dim=1)
-        return self.keys[layer], self.values[layer]
-
-    @property
-    def storage(self) -> tuple[int, int]:
-        """Where the first layer's keys are, which says what is shared with copies, and their bytes."""
-        storage = self.keys[0].untyped_storage()
-        return storage.data_ptr(), storage.nbytes()
-
-    def compact(self, length: int, path: Sequence[int]) -> KVCache:
-        """A cache of the first `length` tokens and those at `length` + each of `path`."""
-        kept = torch.tensor([*range(length), *[length + index for index in path]], device=self.keys[0].device)
-        other = object.__new__(KVCache)
-        other.keys = [keys[:, kept] for keys in self.keys]
-        other.values = [values[:, kept] for values in self.values]
-        return other
-
-    def first(self, length: int) -> KVCache:
-        """A cache of the first `length` tokens, sharing this one's tensors."""
-        other = object.__new__(KVCache)
-        other.keys = [keys[:, :length] for keys in self.keys]
-        other.values = [values[:, :length] for values in self.values]
-        return other
 
 
 Batch = Sequence[tuple[Sequence[int], KVCache]]  # new ids of a sequence, and what it has cached
@@ -311,13 +272,9 @@ class ReferenceEngine(Engine):
         self._basis = basis if model.recipe.rotate else SourceBasis()
         self._kept_layers: tuple[int, ...] = ()
         self._kept: tuple[Tensor, ...] = ()  # of each entry of the last pass: [rows, kept places, hidden_size]
+        known = self._basis is not None
         self.capabilities = Capabilities(
-            max_rows=max_rows,
-            accepts_inside=False,
-            tree=True,
-            hidden_states=self._basis is not None,
-            fork=True,
-            exact=False,
+            max_rows=max_rows, accepts_inside=False, tree=True, hidden_states=known, fork=True, exact=False
         )
         self.weight_bytes_per_step = sum(
             tensor.nbytes
