@@ -28,7 +28,7 @@ def stub_bindings(logits: Rows, vocab: int) -> ModuleType:
     """The bindings of an executor whose passes give these rows."""
 
     class StubExecutor(ExecutorBase):
-        model = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab), tensors={})
+        model = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab), tensors={}, recipe=Recipe("none"))
         rank, world_size = 0, 1
 
         def __init__(self, *arguments):
