@@ -100,7 +100,8 @@ class DraftRequest:
     sampler: the request's own parameters and noise. A drafter with probabilities gets q from
         `sampler.target(its logits, the ids drafted before them)` and draws with `sampler.uniform(position, DRAFT)`, a
         stream of its own: draws that share their noise with acceptance would bend the output's distribution. Siblings
-        after the first have streams of their own, `of_sibling(DRAFT, 1)` and so on.
+        after the first have streams of their own, `numbered(DRAFT, 1)` and so on; so should draws for one position in drafts
+        that begin at different ones, where earlier draws decide how much is drafted later.
     tree: whether the draft may branch; `limit` counts all of its tokens.
     stop: decides which tokens end the request; a drafter asks a copy of it, `stop.ahead()`. None where nothing does.
     ahead: ids that another drafter supposes to follow the context; the draft goes on after them.

@@ -132,7 +132,7 @@ class EngineDrafter(Drafter):
         if self._lengths:
             self._lengths.begin()
         while going := [block for block in blocks if block.goes_on]:
-            free = self._engine.capabilities.max_rows - len(going)
+            free = max(self._engine.capabilities.max_rows - len(going), 0)
             lengths = self._tested.choose([block.testable for block in going], len(going), len(going), free)
             for block, length in zip(going, lengths, strict=True):
                 block.num_tested = length

@@ -41,6 +41,11 @@ def check_drafter_name(name: str, besides: Sequence[str] = ()) -> None:
         raise QuasarError(f"drafter is '{name}'; allowed: {kind}:{OPERANDS[kind]}")
 
 
+def keeps_ids(name: str | None, temperature: float) -> bool:
+    """Whether drafting emits the ids of plain decoding; otherwise it keeps their distribution alone. name: of a drafter, or None."""
+    return name is None or temperature == 0 or not DRAFTERS[name.partition(":")[0]][0].draws
+
+
 def make_drafter(name: str | None, options: Mapping[str, object] | None = None) -> Drafter | None:
     """The drafter of that name, as `drafter_names` shows it, with those options; None means none.
 
