@@ -18,6 +18,7 @@ from quasar_trt.engines.reference import ReferenceModel
 from quasar_trt.engines.tensorrt_llm import TensorRTLLMEngine
 from quasar_trt.manifest import Limits, Manifest
 from quasar_trt.plan import Plan
+from quasar_trt.recipe import Recipe
 from quasar_trt.tensorrt_llm_stack import LLM_DIRECTORY, LLM_TARGET
 
 LIMITS = Limits(max_batch_size=16, max_seq_len=256, max_draft_len=8)
