@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from quasar_trt.drafters.base import Drafter
+from quasar_trt.drafters.eagle import EagleDrafter, EagleOptions
 from quasar_trt.drafters.engine import EngineDrafter, EngineOptions
+from quasar_trt.drafters.medusa import MedusaDrafter, MedusaOptions
 from quasar_trt.drafters.ngram import NgramDrafter, NgramOptions
 from quasar_trt.drafters.recycle import RecycleDrafter, RecycleOptions
 from quasar_trt.drafters.suffix import SuffixDrafter, SuffixOptions
@@ -18,9 +20,11 @@ DRAFTERS: dict[str, tuple[type[Drafter], type]] = {
     "ngram": (NgramDrafter, NgramOptions),
     "recycle": (RecycleDrafter, RecycleOptions),
     "engine": (EngineDrafter, EngineOptions),
+    "medusa": (MedusaDrafter, MedusaOptions),
+    "eagle": (EagleDrafter, EagleOptions),
 }
 # name -> what it drafts with, which is given behind the name and a colon
-OPERANDS = {"engine": "DIR"}
+OPERANDS = {"engine": "DIR", "medusa": "DIR", "eagle": "DIR"}
 
 
 def drafter_names() -> list[str]:

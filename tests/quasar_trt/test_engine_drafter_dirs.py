@@ -67,7 +67,7 @@ def test_sampled_ids_are_the_same_in_every_run_of_a_seed(engine_dirs, monkeypatc
 def test_both_engines_share_one_pool_of_threads(engine_dirs):
     drafter = EngineDrafter(engine_dirs["INT8"])
     runner = Runner.from_dir(engine_dirs["BF16"], drafter=drafter, engine="cpu", threads=2)
-    assert drafter._engine._pool is runner.engine._pool and drafter._engine.threads == 2
+    assert drafter._engine.pool is runner.engine.pool and drafter._engine.threads == 2
 
 
 def test_a_made_drafter_takes_no_more_options(engine_dirs):
