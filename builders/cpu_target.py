@@ -15,12 +15,7 @@ from quasar_trt.engines.cpu_layout import HEAD_ROWS, LAYOUT_VERSION, packed_spec
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.plugins.packing import interleave, pack_vector, pack_weight
 from quasar_trt.recipe import Recipe
-from quasar_trt.tensorfile import FileRecord, TensorWriter, to_numpy
-
-
-def _float32(tensor) -> np.ndarray:
-    array = to_numpy(tensor)
-    return (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array.astype(np.float32)
+from quasar_trt.tensorfile import FileRecord, TensorWriter, float32_of, to_numpy
 
 
 def _packed(name: str, tensors: Mapping) -> np.ndarray:
@@ -29,7 +24,7 @@ def _packed(name: str, tensors: Mapping) -> np.ndarray:
         return to_numpy(tensors[name])
     stem, _, kind = name.rpartition(".")
     if kind == "inverse_smoother":
-        return pack_vector(1.0 / _float32(tensors[f"{stem}.smoother"]))
+        return pack_vector(1.0 / float32_of(tensors[f"{stem}.smoother"]))
     # gate and up projection become one linear of alternating blocks
     sources = [stem]
     if stem.endswith("mlp.fc_gate"):
@@ -38,7 +33,7 @@ def _packed(name: str, tensors: Mapping) -> np.ndarray:
     if kind == "weight" and tensors[f"{sources[0]}.weight"].ndim == 2:
         parts = [to_numpy(tensors[f"{source}.weight"]) for source in sources]
         return pack_weight(interleave(*parts) if len(parts) == 2 else parts[0])
-    parts = [_float32(tensors[f"{source}.{kind}"]).reshape(-1) for source in sources]
+    parts = [float32_of(tensors[f"{source}.{kind}"]).reshape(-1) for source in sources]
     return pack_vector(interleave(*parts) if len(parts) == 2 else parts[0])
 
 

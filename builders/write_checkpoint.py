@@ -23,6 +23,7 @@ from quasar_trt.checkpoint import (
     checkpoint_config,
     checkpoint_spec,
 )
+from quasar_trt.engines.source_basis import FILE, SourceBasis
 from quasar_trt.recipe import Recipe
 from quasar_trt.tensorfile import FileRecord
 
@@ -63,6 +64,7 @@ def write_checkpoint(
             advance(1)
         norm, head = source[FINAL_NORM], source[HEAD]
         if q is not None:
+            basis = SourceBasis(q.numpy(), norm.float().numpy())
             norm, head = torch.ones_like(norm), rotate_vocabulary(head, q, norm)
         writer.write(FINAL_NORM, norm.to(torch.bfloat16))
         if recipe.lm_head == "int8":
@@ -75,4 +77,7 @@ def write_checkpoint(
         recipe = quantizer.recipe
     write_json(directory / "config.json", checkpoint_config(config, recipe, tp_size))
     Checkpoint.open(directory)
-    return writer.records, quantizer
+    records = writer.records
+    if q is not None and tp_size == 1:  # engines of several ranks give no hidden states
+        records[FILE] = basis.write(directory.parent)
+    return records, quantizer

@@ -47,25 +47,26 @@ def _vector(vector, size: int, what: str) -> np.ndarray | None:
     return pack_vector(np.asarray(vector, np.float32))
 
 
-def _rows(x: np.ndarray) -> np.ndarray:
+def padded_rows(x: np.ndarray) -> np.ndarray:
+    """[rows, n] -> [rows, padded n], padded with zeros, as kernels read them."""
     return np.ascontiguousarray(np.pad(x, ((0, 0), (0, padded(x.shape[1]) - x.shape[1]))))
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, isa: str = "") -> np.ndarray:
     """x [rows, n] float32, weight [n] float32 -> [rows, n] float32."""
     n = x.shape[1]
-    return _native.rms_norm(_rows(x), _vector(weight, n, "weight"), eps, n, isa)[:, :n]
+    return _native.rms_norm(padded_rows(x), _vector(weight, n, "weight"), eps, n, isa)[:, :n]
 
 
 def quantize_8(x: np.ndarray, isa: str = "") -> tuple[np.ndarray, np.ndarray]:
     """x [rows, k] float32 -> (codes int8 [rows, k], scale float32 [rows])."""
-    q, scale = _native.quantize8(_rows(x), None, 0, isa)
+    q, scale = _native.quantize8(padded_rows(x), None, 0, isa)
     return q[:, : x.shape[1]], scale
 
 
 def quantize_16(x: np.ndarray, isa: str = "") -> tuple[np.ndarray, np.ndarray]:
     """x [rows, k] float32 -> (codes int16 [rows, k], scale float32 [rows])."""
-    q, scale = _native.quantize16(_rows(x), None, 0, isa)
+    q, scale = _native.quantize16(padded_rows(x), None, 0, isa)
     return q[:, : x.shape[1]], scale
 
 
@@ -82,7 +83,7 @@ def smooth_quantize(
             f"a Hadamard block has {hadamard} columns; allowed: a power of two that divides the input's {k}"
         )
     kernel = {8: _native.quantize8, 16: _native.quantize16}[activations]
-    q, scale = kernel(_rows(x), _vector(np.asarray(inv_smoother), k, "inv_smoother"), hadamard, isa)
+    q, scale = kernel(padded_rows(x), _vector(np.asarray(inv_smoother), k, "inv_smoother"), hadamard, isa)
     return q[:, :k], scale
 
 
@@ -104,7 +105,7 @@ def silu_mul_smooth_quantize(
     """`smooth_quantize` of silu(gate) * up; gate and up [rows, k] float32."""
     if gate.shape != up.shape:
         raise ValueError(f"gate has shape {gate.shape}, up {up.shape}; they must be equal")
-    product = _native.silu_mul(_rows(gate), _rows(up), isa)[:, : gate.shape[1]]
+    product = _native.silu_mul(padded_rows(gate), padded_rows(up), isa)[:, : gate.shape[1]]
     return smooth_quantize(product, inv_smoother, hadamard, activations, isa)
 
 
@@ -132,7 +133,7 @@ def _linear(kernel, x, scale, weight, weight_scale, bias, isa) -> np.ndarray:
     if x.shape[1] != k:
         raise ValueError(f"the input has {x.shape[1]} columns, the weight {k}; they must be equal")
     vectors = [_vector(scale, len(x), "scale"), _vector(weight_scale, n, "weight_scale"), _vector(bias, n, "bias")]
-    return kernel(_rows(x), vectors[0], pack_weight(weight), *vectors[1:], k, isa, None)[:, :n]
+    return kernel(padded_rows(x), vectors[0], pack_weight(weight), *vectors[1:], k, isa, None)[:, :n]
 
 
 def w8a8_linear(q, scale, weight, weight_scale, bias=None, isa: str = "") -> np.ndarray:

@@ -50,7 +50,6 @@ class Communicator:
             )
         self.comm = mpi.COMM_WORLD.Dup()
         self.rank, self.size = self.comm.rank, self.comm.size
-        self.hosts = ["?"] * self.size
         self.collectives = {
             "largest": functools.partial(self.comm.Allreduce, mpi.IN_PLACE, op=mpi.MAX),
             "add": functools.partial(self.comm.Allreduce, mpi.IN_PLACE, op=mpi.SUM),
@@ -65,12 +64,12 @@ class Communicator:
         self._progress = 0  # of the collectives below
         self._watched: list[Callable[[], int]] = [lambda: self._progress]
         self._launcher = os.getppid()
-        threading.Thread(target=self._watch, name="quasar-trt ranks", daemon=True).start()
         # Without a limit: rank 0 may have other things to do first.
         places = self.comm.allgather((mpi.Get_processor_name(), _affinity()))
         host, cpus = places[self.rank]
         self.hosts = [name for name, _ in places]
         self.num_sharing = sum(name == host and bool(cpus & others) for name, others in places)
+        threading.Thread(target=self._watch, name="quasar-trt ranks", daemon=True).start()
 
     def announce(self, message: object) -> None:
         """Rank 0 tells all others; they get it from `listen`. Does not wait for them."""

@@ -37,7 +37,7 @@ class PromptChunks:
 
     def most_rows(self, num_decoding: int) -> int:
         """The rows that prompts may take beside so many requests that decode: mostly one or more, now and then none."""
-        free = self._max_rows - num_decoding
+        free = max(self._max_rows - num_decoding, 0)
         if not num_decoding or self._cost is None:
             return free
         if self._num_mixed == _MOST_MIXED:

@@ -43,7 +43,7 @@ import numpy as np
 from quasar_trt.drafters.base import Draft
 from quasar_trt.engines.base import Acceptance
 from quasar_trt.errors import QuasarError
-from quasar_trt.sampling import ACCEPT, SAMPLE, Sampler, Target, of_sibling
+from quasar_trt.sampling import ACCEPT, SAMPLE, Sampler, Target, numbered
 
 
 def accept(
@@ -94,7 +94,7 @@ def _ratio_tests(
     p = sampler.target(row, before)
     for number, index in enumerate(siblings):
         token, q = draft.ids[index], draft.probs[index]
-        if sampler.uniform(position, of_sibling(ACCEPT, number)) * float(q[token]) < p.probability(token):
+        if sampler.uniform(position, numbered(ACCEPT, number)) * float(q[token]) < p.probability(token):
             return token
         residual = Target(np.maximum(p.dense(len(row)) - q, np.float32(0)))
         if residual.total > 0.0:

@@ -24,13 +24,13 @@ from quasar_trt.errors import QuasarError
 from quasar_trt.logits_processors import LogitsProcessors
 from quasar_trt.sampling_params import SamplingParams
 
-# Streams of noise at one position, for the first of several siblings: they are independent of each other.
+# Streams of noise at one position, number 0 of each kind: they are independent of each other.
 SAMPLE = 0  # the uniform that picks a token (of p, or of the residual after a rejection)
 ACCEPT = 1  # the uniform of the ratio test
 DRAFT = 2  # the uniform by which a drafter with probabilities draws its token from q
 SEED = 3  # the seed of an engine that samples by itself
 
-_NUM_STREAMS = 3
+_NUM_STREAMS = 4
 
 _KEY = struct.Struct("<qqqq")
 _BLOCK = 256  # weights per partial sum of the inverse CDF
@@ -50,8 +50,9 @@ def uniform(seed: int, sample: int, position: int, stream: int) -> float:
     return (noise(seed, sample, position, stream) >> 11) * 2.0**-53
 
 
-def of_sibling(stream: int, number: int) -> int:
-    """The stream of that kind for one of several siblings of a tree, the first of which is number 0."""
+def numbered(stream: int, number: int) -> int:
+    """One of several streams of a kind at one position: of siblings in a tree, or of drafts that begin at different positions.
+    The first is number 0."""
     return stream + _NUM_STREAMS * number
 
 

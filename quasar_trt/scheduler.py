@@ -14,7 +14,7 @@ import numpy as np
 
 from quasar_trt.draft_length import DraftLengths
 from quasar_trt.drafters.base import NO_DRAFT, Draft, Drafter, DraftRequest
-from quasar_trt.engines.base import Acceptance, Engine
+from quasar_trt.engines.base import Acceptance, Engine, SequenceStep
 from quasar_trt.errors import QuasarError
 from quasar_trt.kv_budget import KvBudget
 from quasar_trt.metrics import SpeculationMetrics
@@ -60,6 +60,7 @@ class Scheduler:
         self._engine = engine
         self._drafter = drafter
         self._reads_logits = drafter is not None and drafter.reads_logits
+        self._hidden_layers = drafter.hidden_layers if drafter else ()
         self._tree = engine.capabilities.tree
         self._max_rows = engine.capabilities.max_rows
         self._max_draft_len = max_draft_len if wanted is None else wanted
@@ -136,8 +137,14 @@ class Scheduler:
             return acceptance
 
         batch = [request.step(chunk, draft) for request, chunk, draft in zip(requests, chunks, drafts, strict=True)]
+        if self._engine.capabilities.hidden_states:
+            self._engine.keep_hidden_states(self._hidden_layers)
         acceptances = self._engine.step(batch, accept)  # rolls its caches back to what was accepted
-        verify_seconds = perf_counter() - drafted - accept_seconds - read_seconds
+        verified = perf_counter()
+        if self._hidden_layers:
+            self._hand_states(requests, batch, acceptances)
+        verify_seconds = verified - drafted - accept_seconds - read_seconds
+        read_seconds += perf_counter() - verified
         seconds = (drafted - started + read_seconds, verify_seconds, accept_seconds)
 
         self.stats.add_seconds(*seconds)
@@ -151,6 +158,17 @@ class Scheduler:
                 self._commit(request, chunk, draft, acceptance)
             else:
                 request.advance(chunk)
+
+    def _hand_states(
+        self, requests: list[Request], batch: list[SequenceStep], acceptances: list[Acceptance | None]
+    ) -> None:
+        """The drafter reads the hidden states of the rows that stay in the caches."""
+        for index, (request, entry, acceptance) in enumerate(zip(requests, batch, acceptances, strict=True)):
+            if request.known_to_drafter and request.finish_reason is None:
+                before = len(entry.tokens) - 1
+                kept = acceptance.rows if acceptance else range(1)
+                rows = [*range(before), *[before + row for row in kept]]
+                self._drafter.read_states(request.id, request.num_cached, self._engine.hidden_states(index, rows))
 
     def _draft(self, requests: list[Request], chunks: list[list[int]]) -> list[Draft]:
         """Per request, as much of a draft as pays; empty where it could not be used."""

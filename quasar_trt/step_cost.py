@@ -29,7 +29,8 @@ _LEVEL_RATE, _ENTRY_RATE, _LARGEST_DEVIATION = 0.1, 0.05, 0.5
 class StepCost:
     """Seconds of a pass by its rows.
 
-    The costs of different numbers of rows are only ever compared with each other. The level, which all of them share,
+    The costs of different numbers of rows are compared with each other, and with those of another engine only where `compare`
+    has set the levels of both. The level, which all of them share,
     follows what is observed quickly: a longer context or a busy machine raises them alike. Their ratios follow slowly.
     """
 
@@ -45,21 +46,21 @@ class StepCost:
             self._last_slope = (more_seconds - seconds) / (more_rows - rows)
             self._seconds += [seconds + self._last_slope * more for more in range(more_rows - rows)]
         self._seconds.append(points[-1][1])
-        self._level = 1.0
+        self.level = 1.0
 
     def seconds(self, rows: int) -> float:
         """rows: 1 or more."""
         table = self._seconds
         if rows < len(table):
-            return self._level * table[rows]
-        return self._level * (table[-1] + self._last_slope * (rows - len(table) + 1))
+            return self.level * table[rows]
+        return self.level * (table[-1] + self._last_slope * (rows - len(table) + 1))
 
     def observe(self, rows: int, seconds: float) -> None:
         """A pass of so many rows took so long; passes of more rows than were measured teach nothing."""
         if rows >= len(self._seconds) or seconds <= 0:
             return
         deviation = bounded_deviation(seconds, self.seconds(rows), _LARGEST_DEVIATION)
-        self._level *= math.exp(_LEVEL_RATE * deviation)
+        self.level *= math.exp(_LEVEL_RATE * deviation)
         self._seconds[rows] *= math.exp(_ENTRY_RATE * deviation)
 
     @classmethod
@@ -76,6 +77,24 @@ class StepCost:
             if steady:
                 write_cache(path, json.dumps(measured).encode())
         return cls(measured)
+
+
+def compare(engine: Engine, other: Engine) -> float:
+    """Seconds of a pass of one row of `engine` over those of `other`: of each the fastest of several that alternate, because
+    what was measured at different times cannot be compared."""
+    sequences = [(each, each.open()) for each in (engine, other)]
+    fastest = [math.inf, math.inf]
+    try:
+        for _ in range(_ROUNDS):
+            for index, (each, sequence) in enumerate(sequences):
+                began = perf_counter()
+                each.step([SequenceStep(sequence, [0])], _accept_nothing)
+                fastest[index] = min(fastest[index], perf_counter() - began)
+                each.truncate(sequence, 0)
+    finally:
+        for each, sequence in sequences:
+            each.close(sequence)
+    return fastest[0] / fastest[1]
 
 
 def open_step_cost(engine: Engine, manifest: Manifest) -> StepCost:

@@ -129,6 +129,12 @@ def to_numpy(tensor) -> np.ndarray:
     return tensor.view(torch.int16).numpy().view(np.uint16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
+def float32_of(tensor) -> np.ndarray:
+    """A torch tensor or numpy array, of which uint16 are bits of bfloat16, as float32."""
+    array = to_numpy(tensor)
+    return (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array.astype(np.float32)
+
+
 def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, int], dict[str, str], bytes]:
     """(specs, absolute byte offsets, metadata, raw header bytes) of a safetensors file.
 

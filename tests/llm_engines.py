@@ -18,6 +18,7 @@ from quasar_trt.engines.reference import ReferenceModel
 from quasar_trt.engines.tensorrt_llm import TensorRTLLMEngine
 from quasar_trt.manifest import Limits, Manifest
 from quasar_trt.plan import Plan
+from quasar_trt.recipe import Recipe
 from quasar_trt.tensorrt_llm_stack import LLM_DIRECTORY, LLM_TARGET
 
 LIMITS = Limits(max_batch_size=16, max_seq_len=256, max_draft_len=8)
@@ -28,7 +29,7 @@ def stub_bindings(logits: Rows, vocab: int) -> ModuleType:
     """The bindings of an executor whose passes give these rows."""
 
     class StubExecutor(ExecutorBase):
-        model = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab), tensors={})
+        model = SimpleNamespace(config=SimpleNamespace(vocab_size=vocab), tensors={}, recipe=Recipe("none"))
         rank, world_size = 0, 1
 
         def __init__(self, *arguments):

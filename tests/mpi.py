@@ -57,9 +57,6 @@ def errors(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith(("error:", "quasar_trt.errors.QuasarError:"))]
 
 
-LIMITS = Limits(max_batch_size=8, max_seq_len=256, max_draft_len=8)
-
-
 def write_ranks(
     directory: Path,
     config: ModelConfig,

@@ -22,6 +22,13 @@ from quasar_trt.sampling_params import SamplingParams
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, seed=7, max_tokens=16, n=2)
 
+DRAFTERS = {
+    "plain": (None, None),
+    "ngram": ("ngram", None),
+    "suffix": ("suffix", {"num_speculative_tokens": 5}),
+    "trees": ("suffix", {"num_speculative_tokens": 6, "branches": 3}),
+}
+
 
 def ids_of(count: int, seed: int, vocab_size: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, vocab_size, count).tolist()
@@ -50,15 +57,15 @@ def answers(directory: Path) -> dict[str, object]:
     """Ids by drafter and parameters; of requests that begin alike, with little memory, and after one was aborted."""
     found = {}
     prompts = None
-    for drafter, options in ((None, None), ("ngram", None), ("suffix", {"num_speculative_tokens": 5})):
+    for name, (drafter, options) in DRAFTERS.items():
         engine = open_engine(directory, "cpu", threads=1)
         prompts = [ids_of(count, 20 + count, engine.config.vocab_size) for count in (3, 9, 30, 70)]
         prompts = [ids + ids[: len(ids) // 2] for ids in prompts]  # something to draft from
         runner = Runner(engine, drafter=make_drafter(drafter, options) if drafter else None)
-        for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
+        for sampling, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
             outputs = runner.generate(prompts, params)
-            found[f"{name}, {drafter}"] = [each.token_ids for output in outputs for each in output.outputs]
-        found[f"accepted, {drafter}"] = runner.stats.num_accepted_tokens
+            found[f"{sampling}, {name}"] = [each.token_ids for output in outputs for each in output.outputs]
+        found[f"accepted, {name}"] = runner.stats.num_accepted_tokens
     found["drafted later"] = runner.generate([[*prompt, 1] for prompt in prompts], GREEDY)  # their prefixes are kept
     found["drafted later"] = [output.outputs[0].token_ids for output in found["drafted later"]]
     found["reused"] = runner.service.num_reused_tokens

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <map>
 #include <numeric>
 #include <optional>
@@ -143,6 +144,17 @@ class PyDecoder {
     return view;
   }
 
+  void keep_states(std::vector<int> layers) { decoder_->keep_states(std::move(layers)); }
+
+  // Float32 [rows, kept layers, hidden], a copy.
+  Array<float> states(const std::vector<int>& rows, int kept) const {
+    Array<float> found({static_cast<py::ssize_t>(rows.size()), static_cast<py::ssize_t>(kept), static_cast<py::ssize_t>(shape_.hidden)});
+    for (size_t i = 0; i < rows.size(); ++i)
+      for (int place = 0; place < kept; ++place)
+        std::copy_n(decoder_->state(place, rows[i]), shape_.hidden, found.mutable_data(static_cast<py::ssize_t>(i), place, 0));
+    return found;
+  }
+
   KvCache& cache() { return decoder_->cache(); }
   const Decoder& decoder() const { return *decoder_; }
 
@@ -248,6 +260,8 @@ PYBIND11_MODULE(_native, m) {
   py::class_<PyDecoder>(m, "Decoder")
       .def(py::init<const py::dict&, py::dict, std::shared_ptr<ThreadPool>, const std::string&, const std::optional<py::dict>&>())
       .def("step", &PyDecoder::step)
+      .def("keep_states", &PyDecoder::keep_states)
+      .def("states", &PyDecoder::states)
       .def("open", [](PyDecoder& d) { return d.cache().open(); })
       .def("fork", [](PyDecoder& d, int sequence) { return d.cache().fork(sequence); })
       .def("close", [](PyDecoder& d, int sequence) { d.cache().close(sequence); })

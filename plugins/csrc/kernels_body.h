@@ -108,10 +108,10 @@ RowScale quantize16(const float* x, const float* smoother, int hadamard, int n, 
   return quantize(x, smoother, hadamard, n, scratch, q);
 }
 
-// A tile: R rows against one block of 16 output channels.
+// A tile: R rows against one block of 16 output channels, or kBlocks of them, which share what is read of the rows.
 
 struct TileW8A8 {
-  static constexpr int kMaxRows = kTileW8A8;
+  static constexpr int kMaxRows = kTileW8A8, kBlocks = kBlocksW8A8;
   const Weight& weight;
   const int8_t* x;
   int stride;
@@ -119,49 +119,54 @@ struct TileW8A8 {
 
   using Sum = int32_t;
 
-  // With kSums y takes the sums themselves.
-  template <int R, bool kSums = false, class Y>
+  // y [B][R]; with kSums it takes the sums themselves.
+  template <int R, int B = 1, bool kSums = false, class Y>
   void run(int block, int row, Y* y) const {
     // Few rows alone would wait for the latency of their sums: they keep several, which integers may do.
     constexpr int U = R == 1 ? 4 : R <= 3 ? 2 : 1;
+    constexpr int kAtATime = U == 1 ? 2 : U;  // groups; one at a time compilers copy registers
     const int groups = (weight.k + 3) / 4;
-    const int8_t* w = static_cast<const int8_t*>(weight.data) + static_cast<int64_t>(block) * groups * 64;
+    const int8_t* w[B];
+    for (int b = 0; b < B; ++b) w[b] = static_cast<const int8_t*>(weight.data) + static_cast<int64_t>(block + b) * groups * 64;
     const int8_t* xr[R];
-    I acc[R][U];
+    I acc[B][R][U];
     for (int r = 0; r < R; ++r) {
       xr[r] = x + static_cast<int64_t>(row + r) * stride;
-      for (int u = 0; u < U; ++u) acc[r][u] = u ? set1(int32_t{0}) : dot4_start(rows[row + r].sum);
+      for (int b = 0; b < B; ++b)
+        for (int u = 0; u < U; ++u) acc[b][r][u] = u ? set1(int32_t{0}) : dot4_start(rows[row + r].sum);
     }
+    const auto add_group = [&](int g, int u) {
+      W8 wv[B];
+      for (int b = 0; b < B; ++b) wv[b] = load_w8(w[b] + g * 64);
+      for (int r = 0; r < R; ++r)
+        for (int b = 0; b < B; ++b) acc[b][r][u] = dot4(acc[b][r][u], wv[b], xr[r] + g * 4);
+    };
     int g = 0;
-    for (; g + U <= groups; g += U)
-      for (int u = 0; u < U; ++u) {
-        prefetch(w + (g + u) * 64 + kPrefetchBytes);
-        const W8 wv = load_w8(w + (g + u) * 64);
-        for (int r = 0; r < R; ++r) acc[r][u] = dot4(acc[r][u], wv, xr[r] + (g + u) * 4);
+    for (; g + kAtATime <= groups; g += kAtATime)
+      for (int i = 0; i < kAtATime; ++i) {
+        for (int b = 0; b < B; ++b) prefetch(w[b] + (g + i) * 64 + kPrefetchBytes);
+        add_group(g + i, i % U);
       }
-    for (; g < groups; ++g) {
-      const W8 wv = load_w8(w + g * 64);
-      for (int r = 0; r < R; ++r) acc[r][0] = dot4(acc[r][0], wv, xr[r] + g * 4);
-    }
-    const F scale = load(weight.scale + block * 16);
-    for (int r = 0; r < R; ++r) {
-      I total = acc[r][0];
-      for (int u = 1; u < U; ++u) total = add(total, acc[r][u]);
-      if constexpr (kSums) y[r] = total;
-      else y[r] = mul(mul(to_float(total), set1(rows[row + r].scale)), scale);
-    }
+    for (; g < groups; ++g) add_group(g, 0);
+    for (int b = 0; b < B; ++b)
+      for (int r = 0; r < R; ++r) {
+        I total = acc[b][r][0];
+        for (int u = 1; u < U; ++u) total = add(total, acc[b][r][u]);
+        if constexpr (kSums) y[b * R + r] = total;
+        else y[b * R + r] = mul(mul(to_float(total), set1(rows[row + r].scale)), load(weight.scale + (block + b) * 16));
+      }
   }
 
   template <int R>
   void sums(int block, int row, int32_t* y, int y_stride) const {
     I total[R];
-    run<R, true>(block, row, total);
+    run<R, 1, true>(block, row, total);
     for (int r = 0; r < R; ++r) store(y + static_cast<int64_t>(r) * y_stride, total[r]);
   }
 };
 
 struct TileW8A16 {
-  static constexpr int kMaxRows = kTileW8A16;
+  static constexpr int kMaxRows = kTileW8A16, kBlocks = 1;
   static constexpr int kFlushGroups = 128;  // 512 products of 127 * 32767 fit in an int32 (516 do); then the sum moves to double
   const Weight& weight;
   const int16_t* x;
@@ -221,7 +226,7 @@ struct TileW8A16 {
 };
 
 struct TileBf16 {
-  static constexpr int kMaxRows = kTileBf16;
+  static constexpr int kMaxRows = kTileBf16, kBlocks = 1;
   const Weight& weight;
   const float* x;
   int stride;
@@ -249,29 +254,35 @@ struct TileBf16 {
   }
 };
 
-// One copy for all that call it: inlined twice, as in SiluMul, its accumulators may no longer stay in registers.
-template <int R, class Tile>
+// y [B][R]. One copy for all that call it: inlined twice, as in SiluMul, its accumulators may no longer stay in registers.
+template <int R, int B, class Tile>
 __attribute__((noinline)) void tile(const Tile& t, int block, int row, F* y) {
-  t.template run<R>(block, row, y);
-  if (t.weight.bias)
-    for (int r = 0; r < R; ++r) y[r] = add(y[r], load(t.weight.bias + block * 16));
+  if constexpr (B == 1) t.template run<R>(block, row, y);
+  else t.template run<R, B>(block, row, y);
+  if (!t.weight.bias) return;
+  for (int b = 0; b < B; ++b)
+    for (int r = 0; r < R; ++r) y[b * R + r] = add(y[b * R + r], load(t.weight.bias + (block + b) * 16));
 }
 
-template <int R, class Tile>
+template <int R, int B, class Tile>
 void finish(const Tile& t, int block, int row, const Output& out) {
-  F y[R];
+  F y[B * R];
   float* to = out.y + static_cast<int64_t>(row) * out.stride + block * 16;
+  const auto at = [&](int b, int r) { return to + static_cast<int64_t>(r) * out.stride + b * 16; };
   if (out.epilogue == Epilogue::kSiluMul) {
-    F gate[R];
-    tile<R>(t, 2 * block, row, gate);
-    tile<R>(t, 2 * block + 1, row, y);
-    for (int r = 0; r < R; ++r) y[r] = mul(silu(gate[r]), y[r]);
+    for (int b = 0; b < B; ++b) {
+      F both[2 * R];  // gate, then up
+      for (int half = 0; half < 2; half += B) tile<R, B>(t, 2 * (block + b) + half, row, both + half * R);
+      for (int r = 0; r < R; ++r) y[b * R + r] = mul(silu(both[r]), both[R + r]);
+    }
   } else {
-    tile<R>(t, block, row, y);
+    tile<R, B>(t, block, row, y);
     if (out.epilogue == Epilogue::kAdd)
-      for (int r = 0; r < R; ++r) y[r] = add(load(to + static_cast<int64_t>(r) * out.stride), y[r]);
+      for (int b = 0; b < B; ++b)
+        for (int r = 0; r < R; ++r) y[b * R + r] = add(load(at(b, r)), y[b * R + r]);
   }
-  for (int r = 0; r < R; ++r) store(to + static_cast<int64_t>(r) * out.stride, y[r]);
+  for (int b = 0; b < B; ++b)
+    for (int r = 0; r < R; ++r) store(at(b, r), y[b * R + r]);
 }
 
 // Before anything is scaled or added to it.
@@ -281,27 +292,35 @@ struct Sums {
   int stride;
 };
 
-template <int R, class Tile>
+template <int R, int B, class Tile>
 void finish(const Tile& t, int block, int row, const Sums<typename Tile::Sum>& out) {
-  t.template sums<R>(block, row, out.y + static_cast<int64_t>(row) * out.stride + block * 16, out.stride);
+  for (int b = block; b < block + B; ++b)
+    t.template sums<R>(b, row, out.y + static_cast<int64_t>(row) * out.stride + b * 16, out.stride);
 }
 
 // The last `rows` (< kMaxRows) rows of a block.
 template <int R, class Tile, class Out>
 void finish_rest(const Tile& t, int block, int row, int rows, const Out& out) {
   if constexpr (R > 0) {
-    if (rows == R) finish<R>(t, block, row, out);
+    if (rows == R) finish<R, 1>(t, block, row, out);
     else finish_rest<R - 1>(t, block, row, rows, out);
   }
 }
 
+// B blocks, all rows.
+template <int B, class Tile, class Out>
+void finish_all(const Tile& t, int block, int rows, const Out& out) {
+  int row = 0;
+  for (; row + Tile::kMaxRows <= rows; row += Tile::kMaxRows) finish<Tile::kMaxRows, B>(t, block, row, out);
+  for (int b = 0; b < B; ++b) finish_rest<Tile::kMaxRows - 1>(t, block + b, row, rows - row, out);
+}
+
 template <class Tile, class Out>
 void linear(const Tile& t, int rows, int begin, int end, const Out& out) {
-  for (int block = begin; block < end; ++block) {
-    int row = 0;
-    for (; row + Tile::kMaxRows <= rows; row += Tile::kMaxRows) finish<Tile::kMaxRows>(t, block, row, out);
-    finish_rest<Tile::kMaxRows - 1>(t, block, row, rows - row, out);
-  }
+  int block = begin;
+  if (rows >= 4 * Tile::kMaxRows)  // fewer wait for memory, which one stream reads best
+    for (; block + Tile::kBlocks <= end; block += Tile::kBlocks) finish_all<Tile::kBlocks>(t, block, rows, out);
+  for (; block < end; ++block) finish_all<1>(t, block, rows, out);
 }
 
 void linear_w8a8(const Weight& w, const int8_t* x, int stride, const RowScale* scales, int rows, int begin, int end, Output out) {

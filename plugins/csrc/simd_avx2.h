@@ -10,6 +10,7 @@ namespace {
 struct F { __m256 lo, hi; };
 struct I { __m256i lo, hi; };
 
+constexpr int kBlocksW8A8 = 1;
 constexpr int kTileW8A8 = 4, kTileW8A16 = 3, kTileBf16 = 3, kTileAttention = 3;  // rows or queries whose accumulators fit in 16 registers
 
 inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }

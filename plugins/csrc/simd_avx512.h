@@ -10,6 +10,7 @@ namespace {
 struct F { __m512 v; };
 struct I { __m512i v; };
 
+constexpr int kBlocksW8A8 = 2;
 constexpr int kTileW8A8 = 8, kTileW8A16 = 8, kTileBf16 = 8, kTileAttention = 12;  // rows or queries whose accumulators fit in registers
 
 inline F load(const float* p) { return {_mm512_loadu_ps(p)}; }

@@ -9,6 +9,7 @@ namespace {
 struct F { float v[16]; };
 struct I { int32_t v[16]; };
 
+constexpr int kBlocksW8A8 = 1;
 constexpr int kTileW8A8 = 2, kTileW8A16 = 2, kTileBf16 = 2, kTileAttention = 2;
 
 #define QUASAR_LANES for (int i = 0; i < 16; ++i)

@@ -9,10 +9,10 @@ from itertools import zip_longest
 from pathlib import Path
 
 from quasar_trt.bench.cell_figures import CellFigures, Run, gain_figures
-from quasar_trt.bench.figures import median, number, spread
+from quasar_trt.bench.figures import median, number, same_ids, spread
 from quasar_trt.bench.options import DrafterBenchOptions
 from quasar_trt.machine import describe_machine
-from quasar_trt.tables import Alarm, FigureTable
+from quasar_trt.tables import FigureTable
 
 _SHOWN_POSITIONS = 8
 
@@ -94,16 +94,15 @@ class DrafterReport(CellFigures):
     def _speeds(self) -> FigureTable:
         rows = []
         for contender in self.contenders:
-            equal, total = self.identical_to(self.baseline, contender)
             gains = self.gains(contender, self.baseline)
-            ids = f"{equal}/{total}"
+            identical = self.identical_to(self.baseline, contender)
             rows.append(
                 (
                     contender.name,
                     number(self.speed(contender), ".1f"),
                     *(("1.00x", "", "") if contender == self.baseline else self._gains(contender, gains)),
                     f"{self.peak_memory[contender] / 1e6:,.0f} MB",
-                    ids if equal == total else Alarm(ids),
+                    same_ids(*identical, contender.drafter, self.options.temperature),
                 )
             )
         headings = (

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from quasar_trt.drafters.registry import keeps_ids
+from quasar_trt.tables import Alarm
+
 _RESAMPLES = 10_000
 
 
@@ -22,6 +25,12 @@ def spread(values: Sequence[float], spec: str = ".2f", unit: str = "x") -> str:
     """Median, with (min..max) when there is more than one."""
     middle = median(values, spec, unit)
     return middle if len(values) < 2 else f"{middle} ({min(values):{spec}}..{max(values):{spec}})"
+
+
+def same_ids(equal: int, total: int, drafter: str | None, temperature: float) -> str | Alarm:
+    """Of how many runs the ids are those of others; fewer than all stand out where such a drafter keeps ids."""
+    shown = f"{equal}/{total}"
+    return shown if equal == total or not keeps_ids(drafter, temperature) else Alarm(shown)
 
 
 def count(many: int, noun: str) -> str:

@@ -11,14 +11,13 @@ MOST_ROWS = 256  # of a pass
 
 
 @dataclass(frozen=True)
-class CellOptions:
-    """What cells of any benchmark do.
+class PromptOptions:
+    """How the prompts of any benchmark are decoded.
 
-    repeats: how often each prompt is decoded by each cell.
+    repeats: how often each prompt is decoded in each of the ways that are compared.
     max_tokens, temperature, seed, ignore_eos: as in SamplingParams, for every prompt.
-    random_prompts: prompts of random ids, drawn by the seed, that come after the given ones as a task of their own.
     raw: prompts are encoded as they are, without the chat template.
-    threads: of each cell's engine; None lets the engine choose.
+    threads: of each engine; None lets the engine choose.
     """
 
     repeats: int = 3
@@ -26,21 +25,33 @@ class CellOptions:
     temperature: float = 0.0
     seed: int = 0
     ignore_eos: bool = False
-    random_prompts: int = 0
     raw: bool = False
     threads: int | None = None
 
     def __post_init__(self):
         if self.repeats < 1:
             raise QuasarError(f"repeats is {self.repeats}; allowed: at least 1")
-        if self.random_prompts < 0:
-            raise QuasarError(f"random_prompts is {self.random_prompts}; allowed: at least 0")
 
     @property
     def sampling_params(self) -> SamplingParams:
         return SamplingParams(
             temperature=self.temperature, seed=self.seed, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos
         )
+
+
+@dataclass(frozen=True)
+class CellOptions(PromptOptions):
+    """What cells of any benchmark do.
+
+    random_prompts: prompts of random ids, drawn by the seed, that come after the given ones as a task of their own.
+    """
+
+    random_prompts: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.random_prompts < 0:
+            raise QuasarError(f"random_prompts is {self.random_prompts}; allowed: at least 0")
 
 
 @named_options("bench option")
@@ -78,41 +89,24 @@ class DrafterBenchOptions(CellOptions):
 
 @named_options("requests bench option")
 @dataclass(frozen=True)
-class RequestsBenchOptions:
+class RequestsBenchOptions(PromptOptions):
     """Options of the benchmark of many requests at once.
 
     concurrency: how many requests run at once; kept in order and without repetitions, 1 among them.
     drafter, drafter_options: of the runner.
-    repeats: how often all prompts are decoded with each concurrency.
-    max_tokens, temperature, seed, ignore_eos: as in SamplingParams, for every prompt.
-    raw: prompts are encoded as they are, without the chat template.
-    threads: of the engine; None lets the engine choose.
     """
 
+    max_tokens: int = 96
     concurrency: tuple[int, ...] = (1, 8, 16)
     drafter: str | None = "suffix"
     drafter_options: dict = field(default_factory=dict)
-    repeats: int = 3
-    max_tokens: int = 96
-    temperature: float = 0.0
-    seed: int = 0
-    ignore_eos: bool = False
-    raw: bool = False
-    threads: int | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         concurrency = tuple(sorted(set(self.concurrency)))
         object.__setattr__(self, "concurrency", concurrency)
         if not concurrency or concurrency[0] != 1:
             raise QuasarError(f"concurrency is {','.join(map(str, concurrency))}; allowed: 1, and larger numbers")
-        if self.repeats < 1:
-            raise QuasarError(f"repeats is {self.repeats}; allowed: at least 1")
-
-    @property
-    def sampling_params(self) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature, seed=self.seed, max_tokens=self.max_tokens, ignore_eos=self.ignore_eos
-        )
 
 
 @named_options("kernel bench option")

@@ -6,8 +6,8 @@ import statistics
 from typing import TYPE_CHECKING
 
 from quasar_trt.bench.cell import BASELINE, CELLS, VERIFY_ROWS
-from quasar_trt.bench.figures import median, number, ratio_interval, spread
-from quasar_trt.tables import Alarm, FigureTable
+from quasar_trt.bench.figures import median, number, ratio_interval, same_ids, spread
+from quasar_trt.tables import FigureTable
 
 if TYPE_CHECKING:
     from quasar_trt.bench.report import Report
@@ -25,8 +25,8 @@ def report_tables(report: Report) -> list[FigureTable]:
 def _cells(report: Report) -> FigureTable:
     rows = []
     for cell in CELLS:
-        equal, total = report.identical(cell)
-        ids = f"{equal}/{total}" if cell.drafted else ""
+        options = report.options
+        ids = same_ids(*report.identical(cell), options.drafter, options.temperature) if cell.drafted else ""
         rows.append(
             (
                 cell.name,
@@ -35,7 +35,7 @@ def _cells(report: Report) -> FigureTable:
                 f"{report.mean_acceptance_length(cell):.2f}",
                 f"{report.weight_bytes[cell] / 1e6:,.0f} MB",
                 f"{report.peak_memory[cell] / 1e6:,.0f} MB",
-                ids if equal == total else Alarm(ids),
+                ids,
             )
         )
     headings = ("cell", "tokens/s", "speed-up", _LENGTH, "weights\nper step", "peak\nmemory", "ids as\nplain")

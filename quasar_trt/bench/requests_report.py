@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from quasar_trt.bench.figures import count, spread
+from quasar_trt.bench.figures import count, same_ids, spread
 from quasar_trt.bench.options import RequestsBenchOptions
 from quasar_trt.machine import describe_machine
-from quasar_trt.tables import Alarm, FigureTable
+from quasar_trt.tables import FigureTable
 
 
 @dataclass(frozen=True)
@@ -116,15 +116,13 @@ class RequestsReport:
         rows = []
         for number in self.options.concurrency:
             batches = self.of(number)
-            equal, total = self.identical(number)
-            ids = f"{equal}/{total}"
             rows.append(
                 (
                     str(number),
                     f"{statistics.median(batch.speed for batch in batches):.1f}",
                     "1.00x" if number == 1 else spread(self.speedups(number)),
                     f"{statistics.fmean(batch.mean_acceptance_length for batch in batches):.2f}",
-                    ids if equal == total else Alarm(ids),
+                    same_ids(*self.identical(number), self.options.drafter, self.options.temperature),
                 )
             )
         headings = ("requests\nat once", "tokens/s", "over one\nat a time", "mean\nacceptance\nlength", "ids as\nalone")

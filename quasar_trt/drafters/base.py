@@ -100,7 +100,8 @@ class DraftRequest:
     sampler: the request's own parameters and noise. A drafter with probabilities gets q from
         `sampler.target(its logits, the ids drafted before them)` and draws with `sampler.uniform(position, DRAFT)`, a
         stream of its own: draws that share their noise with acceptance would bend the output's distribution. Siblings
-        after the first have streams of their own, `of_sibling(DRAFT, 1)` and so on.
+        after the first have streams of their own, `numbered(DRAFT, 1)` and so on; so should draws for one position in drafts
+        that begin at different ones, where earlier draws decide how much is drafted later.
     tree: whether the draft may branch; `limit` counts all of its tokens.
     stop: decides which tokens end the request; a drafter asks a copy of it, `stop.ahead()`. None where nothing does.
     ahead: ids that another drafter supposes to follow the context; the draft goes on after them.
@@ -125,12 +126,14 @@ class Drafter(ABC):
     """Proposes draft tokens for the requests of one runner. Its state lives between `start` and `stop` of a request.
 
     reads_logits: whether `read` is to be called.
+    hidden_layers: the places whose hidden states `read_states` is to be called with, as `Engine.keep_hidden_states` has them.
     draws: whether drafts have probabilities. They are then verified whole, so the limits given for one pass add up to no more
         than it has rows for.
     seconds: what the drafts proposed last have cost, where that is to count when their lengths are chosen.
     """
 
     reads_logits = False
+    hidden_layers: tuple[int, ...] = ()
     draws = False
     seconds = 0.0
     num_speculative_tokens: (
@@ -159,6 +162,13 @@ class Drafter(ABC):
 
         draft: the part that was verified; logits: [1 + len(draft), vocab] float32, valid only during the call. Row 0 belongs
         to the last id of the request's context, row i to draft token i - 1, accepted or not.
+        """
+
+    def read_states(self, request_id: int, position: int, states: np.ndarray) -> None:  # noqa: B027
+        """The hidden states of the tokens that have entered the request's cache, before the request is observed.
+
+        position: of the first of these tokens in the text; below that of tokens read before where the cache was lost, above 0 at first
+        where it was shared. states: [tokens, places of `hidden_layers`, hidden_size] float32.
         """
 
     def observe(self, request_id: int, emitted: Sequence[int], num_accepted_tokens: int) -> None:  # noqa: B027

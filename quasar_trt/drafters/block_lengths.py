@@ -24,18 +24,24 @@ class BlockLengths:
     A pass is tried now and then though it does not seem to pay, lest a drafting engine that once agreed little is never
     asked again; this takes at most 0.5 % of the time.
 
+    ratio: seconds of a drafting pass of one row over those of the verifier. What raises or lowers the level of the verifier's
+        costs is taken to do the same to those of the drafting engine, which may not have been asked for a while.
     seconds: of the drafting passes of this step so far.
     """
 
-    def __init__(self, verifier: StepCost, drafting: StepCost):
+    def __init__(self, verifier: StepCost, drafting: StepCost, ratio: float):
         self.seconds = 0.0
         self._verifier = verifier
         self._drafting = drafting
         self._trial_seconds = 0.0
+        self._level = verifier.level  # that the drafting engine's has followed
+        drafting.level *= ratio * verifier.seconds(1) / drafting.seconds(1)
 
     def begin(self) -> None:
         """A step begins."""
         self.seconds = 0.0
+        self._drafting.level *= self._verifier.level / self._level
+        self._level = self._verifier.level
 
     def pays(self, blocks: Sequence[Block], agreement: Agreement) -> bool:
         """Whether one more drafting pass, over the blocks that go on, pays; it is counted where it does.

@@ -33,7 +33,7 @@ from quasar_trt.kv_budget import KvBudget
 from quasar_trt.machine import available_memory
 from quasar_trt.manifest import Manifest
 from quasar_trt.prompt_chunks import PromptChunks
-from quasar_trt.step_cost import StepCost, measure, open_step_cost
+from quasar_trt.step_cost import StepCost, compare, measure, open_step_cost
 
 # Those that can draft behind what is only supposed to follow the context.
 _DRAFTERS = {"suffix": (SuffixDrafter, SuffixOptions), "ngram": (NgramDrafter, NgramOptions)}
@@ -120,7 +120,7 @@ class EngineDrafter(Drafter):
         self._chunks = PromptChunks(cost, drafting.capabilities.max_rows)
         self._tested = DraftLengths(cost)
         self._cost = cost
-        self._lengths = BlockLengths(step_cost, cost) if cost else None
+        self._lengths = BlockLengths(step_cost, cost, compare(drafting, engine)) if cost else None
 
     def start(self, request_id: int, context: Sequence[int]) -> None:
         if self._drafter:
@@ -132,7 +132,7 @@ class EngineDrafter(Drafter):
         if self._lengths:
             self._lengths.begin()
         while going := [block for block in blocks if block.goes_on]:
-            free = self._engine.capabilities.max_rows - len(going)
+            free = max(self._engine.capabilities.max_rows - len(going), 0)
             lengths = self._tested.choose([block.testable for block in going], len(going), len(going), free)
             for block, length in zip(going, lengths, strict=True):
                 block.num_tested = length

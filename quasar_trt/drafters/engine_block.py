@@ -15,7 +15,7 @@ from quasar_trt.drafters.vocabulary import SameVocabulary
 from quasar_trt.engines.base import Acceptance
 from quasar_trt.errors import QuasarError
 from quasar_trt.rejection import accept
-from quasar_trt.sampling import DRAFT
+from quasar_trt.sampling import DRAFT, numbered
 from quasar_trt.stopping import StopChecker
 
 
@@ -121,7 +121,8 @@ class _Writer:
     def sample(self, logits: np.ndarray, position: int, drafted: Sequence[int]) -> int:
         """The engine's most probable token, or one drawn from its own target distribution q.
 
-        Which kind a drawn token is of must depend on q alone: kinds decide how long the block becomes.
+        Which kind a drawn token is of must depend on q alone: kinds decide how long the block becomes. What was drawn for this
+        position in an earlier block and left behind a rejection may have decided it too, so the noise is that of this block.
         """
         block, sampler = self._block, self._block.request.sampler
         row, before = block.vocabulary.row(logits), [*block.ids, *drafted]
@@ -130,7 +131,7 @@ class _Writer:
             block.kinds.append(Agreement.kind_of_choice(row, token))
             return token
         q = sampler.target(row, before)
-        token = q.pick(sampler.uniform(position, DRAFT))
+        token = q.pick(sampler.uniform(position, numbered(DRAFT, len(before))))
         block.probs.append(q.dense(len(row)))
         block.kinds.append(Agreement.kind_of_draw(block.probs[-1]))
         return token

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from quasar_trt.drafters.base import Drafter
+from quasar_trt.drafters.eagle import EagleDrafter, EagleOptions
 from quasar_trt.drafters.engine import EngineDrafter, EngineOptions
+from quasar_trt.drafters.medusa import MedusaDrafter, MedusaOptions
 from quasar_trt.drafters.ngram import NgramDrafter, NgramOptions
 from quasar_trt.drafters.recycle import RecycleDrafter, RecycleOptions
 from quasar_trt.drafters.suffix import SuffixDrafter, SuffixOptions
@@ -18,9 +20,11 @@ DRAFTERS: dict[str, tuple[type[Drafter], type]] = {
     "ngram": (NgramDrafter, NgramOptions),
     "recycle": (RecycleDrafter, RecycleOptions),
     "engine": (EngineDrafter, EngineOptions),
+    "medusa": (MedusaDrafter, MedusaOptions),
+    "eagle": (EagleDrafter, EagleOptions),
 }
 # name -> what it drafts with, which is given behind the name and a colon
-OPERANDS = {"engine": "DIR"}
+OPERANDS = {"engine": "DIR", "medusa": "DIR", "eagle": "DIR"}
 
 
 def drafter_names() -> list[str]:
@@ -35,6 +39,11 @@ def check_drafter_name(name: str, besides: Sequence[str] = ()) -> None:
         raise unknown("drafter", name, (*drafter_names(), *besides))
     if kind in OPERANDS and not operand:
         raise QuasarError(f"drafter is '{name}'; allowed: {kind}:{OPERANDS[kind]}")
+
+
+def keeps_ids(name: str | None, temperature: float) -> bool:
+    """Whether drafting emits the ids of plain decoding; otherwise it keeps their distribution alone. name: of a drafter, or None."""
+    return name is None or temperature == 0 or not DRAFTERS[name.partition(":")[0]][0].draws
 
 
 def make_drafter(name: str | None, options: Mapping[str, object] | None = None) -> Drafter | None:

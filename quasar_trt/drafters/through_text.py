@@ -16,6 +16,7 @@ from quasar_trt.errors import QuasarError
 
 _WINDOW = 16  # ids of the context that are encoded again with what follows them
 _REPLACEMENT = "\ufffd"  # what a decoder shows for the bytes of half a character
+_MOST_WRITTEN = 4  # ids of its own that the engine may write for each id of the verifier's: some never become text
 
 
 class ThroughText:
@@ -75,3 +76,5 @@ class TextBlock(Block):
         self.text += emitted
         self.ids = self.vocabulary.continuation(self.request.context, read, self.written)[: self.request.limit]
         self.kinds = [ANY] * len(self.ids)
+        if len(self.written) >= _MOST_WRITTEN * self.request.limit:
+            self.goes_on = False

@@ -28,7 +28,7 @@ class Capabilities:
     max_rows: rows (tokens) one pass may hold.
     accepts_inside: the engine samples and accepts by itself, as `sample_as` said, and never calls `accept`.
     tree: drafts may branch.
-    hidden_states: the last hidden states of each row can be observed.
+    hidden_states: the hidden states of each row can be read, and the embedding and the head used apart from a pass.
     fork: a sequence's cache can be shared with a copy.
     exact: row invariance holds bit for bit, so drafted ids equal plain ids.
     max_draft_len: the most draft tokens of a sequence in one pass; None for as many as there are rows for.
@@ -163,6 +163,28 @@ class Engine(ABC):
         """The most rows of a pass over one sequence all of which are scored."""
         rows, drafted = min(self.capabilities.max_rows, self.max_seq_len), self.capabilities.max_draft_len
         return rows if drafted is None else min(rows, 1 + drafted)
+
+    def keep_hidden_states(self, layers: Sequence[int]) -> None:
+        """Passes keep the hidden states of these places from now on, none where there are none: those that enter layer i where the
+        number is i, those behind the final norm where it is that of all layers.
+
+        This and what follows is for engines that say `hidden_states`; all states are in the basis of the source model.
+        """
+        raise ValueError("this engine keeps no hidden states")
+
+    def hidden_states(self, index: int, rows: Sequence[int]) -> np.ndarray:
+        """[rows, kept places, hidden_size] float32 of rows of the last pass: those of its entry `index`, whose committed tokens come
+        before its draft tokens. Raises ValueError for rows that are not there."""
+        raise ValueError("this engine keeps no hidden states")
+
+    def embeddings(self, ids: Sequence[int]) -> np.ndarray:
+        """Rows [ids, hidden_size] float32 of the embedding."""
+        raise ValueError("this engine gives no embeddings")
+
+    def head_logits(self, states: np.ndarray) -> np.ndarray:
+        """Logits [rows, vocab] float32 of states [rows, hidden_size] float32 as they are behind the final norm. Those of a rescored head
+        are not rescored."""
+        raise ValueError("this engine has no head apart from a pass")
 
     @abstractmethod
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:

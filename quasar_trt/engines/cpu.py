@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from quasar_trt.architectures import hadamard_blocks
-from quasar_trt.checkpoint import check_hadamard_blocks, check_tensors
+from quasar_trt.checkpoint import EMBEDDING, check_hadamard_blocks, check_tensors
 from quasar_trt.communicator import Communicator
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.engines.cpu_layout import LAYOUT_VERSION, packed_spec
+from quasar_trt.engines.source_basis import SourceBasis
 from quasar_trt.errors import QuasarError, unknown
 from quasar_trt.machine import usable_cpus
 from quasar_trt.model_config import ModelConfig
@@ -25,13 +26,16 @@ from quasar_trt.plugins import native
 from quasar_trt.recipe import RESCORED, Recipe
 from quasar_trt.rope import rope_tables
 from quasar_trt.tensor_parallel import check_ranks
-from quasar_trt.tensorfile import map_tensors, read_header
+from quasar_trt.tensorfile import float32_of, map_tensors, read_header
 
 MAX_ROWS = 256
 
 
 class CpuEngine(Engine):
-    """See `Engine`. Tokens and logits only; one instance serves one thread of callers at a time."""
+    """See `Engine`. Tokens and logits only; one instance serves one thread of callers at a time.
+
+    pool: native threads, which others may use between passes.
+    """
 
     def __init__(
         self,
@@ -67,10 +71,18 @@ class CpuEngine(Engine):
         self.max_seq_len = max_seq_len
         self.threads = threads
         self.isa = isa or native.isa_names()[0]
+        self._basis = None if ranks else SourceBasis.open(path.parent, self.recipe)
+        self._kept_layers: tuple[int, ...] = ()
+        self._first_rows: list[int] = []  # of the entries of the last pass
         self.capabilities = Capabilities(
-            max_rows=max_rows, accepts_inside=False, tree=True, hidden_states=False, fork=True, exact=True
+            max_rows=max_rows,
+            accepts_inside=False,
+            tree=True,
+            hidden_states=self._basis is not None,
+            fork=True,
+            exact=True,
         )
-        tensors = map_tensors(path)
+        self._tensors = tensors = map_tensors(path)
         self.weight_bytes_per_step = sum(
             tensor.nbytes for name, tensor in tensors.items() if name.endswith(".weight") and tensor.ndim == 4
         )
@@ -94,8 +106,8 @@ class CpuEngine(Engine):
             "vocab_share": self.config.logits_size,
         }
         try:
-            self._pool = beside._pool if beside else native.thread_pool(threads)
-            self._decoder = native.decoder(shape, tensors, self._pool, self.isa, ranks and ranks.collectives)
+            self.pool = beside.pool if beside else native.thread_pool(threads)
+            self._decoder = native.decoder(shape, tensors, self.pool, self.isa, ranks and ranks.collectives)
         except RuntimeError as error:  # the system's limit of threads or memory
             raise QuasarError(f"cannot start {threads} threads ({error}); ask for fewer with threads") from None
         if ranks:
@@ -130,10 +142,35 @@ class CpuEngine(Engine):
     def bytes_of(self, num_tokens: int) -> int:
         return self._decoder.bytes_of(num_tokens)
 
+    def keep_hidden_states(self, layers: Sequence[int]) -> None:
+        if tuple(layers) != self._kept_layers:
+            self._decoder.keep_states(list(layers))
+            self._kept_layers = tuple(layers)
+
+    def hidden_states(self, index: int, rows: Sequence[int]) -> np.ndarray:
+        first = self._first_rows[index]
+        states = self._decoder.states([first + row for row in rows], len(self._kept_layers))
+        return self._basis.states(states, [layer == self.config.num_hidden_layers for layer in self._kept_layers])
+
+    def embeddings(self, ids: Sequence[int]) -> np.ndarray:
+        return self._basis.embeddings(float32_of(self._tensors[EMBEDDING][list(ids)]))
+
+    def head_logits(self, states: np.ndarray) -> np.ndarray:
+        x, scale = self._basis.for_head(states), self._tensors.get("lm_head.scale")
+        weight, size = self._tensors["lm_head.weight"], self.config.hidden_size
+        kind, scales = "bf16", None
+        if scale is not None:
+            kind = "w8a16"
+            x, scales = native.quantize_16(x, self.isa)
+        x = native.padded_rows(x)
+        return native.packed_linear(kind, x, scales, weight, scale, size, self.pool)[:, : self.config.vocab_size]
+
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         self.check(batch)
         lengths, parts, tokens = [], [], []
+        self._first_rows = []
         for entry in batch:
+            self._first_rows.append(len(tokens))
             lengths.append(self.length(entry.sequence))
             drafted = len(entry.draft.ids)
             parents = entry.draft.parents if entry.draft.is_tree else ()

@@ -22,6 +22,8 @@ from torch.nn import functional
 from quasar_trt.architectures import architecture_of, hadamard_blocks
 from quasar_trt.checkpoint import LAYER_PREFIX, Checkpoint, below_layer
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
+from quasar_trt.engines.reference_cache import KVCache
+from quasar_trt.engines.source_basis import SourceBasis
 from quasar_trt.engines.tree_mask import depths, visible_rows
 from quasar_trt.errors import QuasarError
 from quasar_trt.machine import missing
@@ -59,46 +61,6 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
             if is_bf16:
                 tensors[name] = tensors[name].view(torch.bfloat16)
     return tensors
-
-
-class KVCache:
-    """Keys and values of one sequence. Tensors are replaced, never written to, so copies share them."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
-        empty = torch.empty(config.num_key_value_heads, 0, config.head_size, dtype=dtype, device=device)
-        self.keys = [empty] * config.num_hidden_layers  # each [kv heads, length, head_size]
-        self.values = [empty] * config.num_hidden_layers
-
-    @property
-    def length(self) -> int:
-        return self.keys[-1].shape[1]
-
-    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends [kv heads, rows, head_size] to one layer and returns all of its keys and values."""
-        self.keys[layer] = torch.cat([self.keys[layer], keys.to(self.keys[layer].dtype)], dim=1)
-        self.values[layer] = torch.cat([self.values[layer], values.to(self.values[layer].dtype)], dim=1)
-        return self.keys[layer], self.values[layer]
-
-    @property
-    def storage(self) -> tuple[int, int]:
-        """Where the first layer's keys are, which says what is shared with copies, and their bytes."""
-        storage = self.keys[0].untyped_storage()
-        return storage.data_ptr(), storage.nbytes()
-
-    def compact(self, length: int, path: Sequence[int]) -> KVCache:
-        """A cache of the first `length` tokens and those at `length` + each of `path`."""
-        kept = torch.tensor([*range(length), *[length + index for index in path]], device=self.keys[0].device)
-        other = object.__new__(KVCache)
-        other.keys = [keys[:, kept] for keys in self.keys]
-        other.values = [values[:, kept] for values in self.values]
-        return other
-
-    def first(self, length: int) -> KVCache:
-        """A cache of the first `length` tokens, sharing this one's tensors."""
-        other = object.__new__(KVCache)
-        other.keys = [keys[:, :length] for keys in self.keys]
-        other.values = [values[:, :length] for values in self.values]
-        return other
 
 
 Batch = Sequence[tuple[Sequence[int], KVCache]]  # new ids of a sequence, and what it has cached
@@ -148,22 +110,34 @@ class ReferenceModel:
         return self.logits(self.hidden_states([(ids, self.new_cache())]))
 
     @torch.no_grad()
-    def hidden_states(self, batch: Batch, parents: Parents | None = None) -> Tensor:
+    def hidden_states(
+        self, batch: Batch, parents: Parents | None = None, kept: dict[int, Tensor | None] | None = None
+    ) -> Tensor:
         """Runs the layers over new ids of several sequences, packed into rows one sequence after the other.
 
-        Extends each cache by its ids. Returns the states after the final norm, [rows, hidden_size].
+        Extends each cache by its ids. Returns the states after the final norm, [rows, hidden_size]. kept: gets the states that enter
+        each layer that it names, and under the number of all layers those that are returned.
         """
+        kept = {} if kept is None else kept
         x, rotations = self.embed(batch), self.rotations(batch, parents)
         trees = parents or [()] * len(batch)
         masks = [visible_rows(len(ids), each) for (ids, _), each in zip(batch, trees, strict=True)]
         for i in range(self.config.num_hidden_layers):
+            if i in kept:
+                kept[i] = x
             x = self.layer(i, x, batch, rotations, masks)
-        return self._norm("transformer.ln_f", x)
+        x = self._norm("transformer.ln_f", x)
+        if self.config.num_hidden_layers in kept:
+            kept[self.config.num_hidden_layers] = x
+        return x
 
     def embed(self, batch: Batch) -> Tensor:
         """The packed rows [rows, hidden_size] that enter the first layer."""
-        ids = torch.tensor([token for tokens, _ in batch for token in tokens], device=self.device)
-        return self.tensors["transformer.vocab_embedding.weight"][ids].to(self.dtype)
+        return self.embeddings([token for tokens, _ in batch for token in tokens])
+
+    def embeddings(self, ids: Sequence[int]) -> Tensor:
+        """Rows [ids, hidden_size] of the embedding."""
+        return self.tensors["transformer.vocab_embedding.weight"][torch.tensor(ids, device=self.device)].to(self.dtype)
 
     @torch.no_grad()
     def layer(
@@ -283,13 +257,24 @@ class ReferenceEngine(Engine):
     """`ReferenceModel` behind the engine interface."""
 
     def __init__(
-        self, model: ReferenceModel, *, max_seq_len: int, max_rows: int = 512, kv_dtype: torch.dtype = torch.bfloat16
+        self,
+        model: ReferenceModel,
+        *,
+        max_seq_len: int,
+        max_rows: int = 512,
+        kv_dtype: torch.dtype = torch.bfloat16,
+        basis: SourceBasis | None = None,
     ):
+        """basis: of the source of a rotated model; without it there are no hidden states."""
         self.model = model
         self.config = model.config
         self.max_seq_len = max_seq_len
+        self._basis = basis if model.recipe.rotate else SourceBasis()
+        self._kept_layers: tuple[int, ...] = ()
+        self._kept: tuple[Tensor, ...] = ()  # of each entry of the last pass: [rows, kept places, hidden_size]
+        known = self._basis is not None
         self.capabilities = Capabilities(
-            max_rows=max_rows, accepts_inside=False, tree=True, hidden_states=False, fork=True, exact=False
+            max_rows=max_rows, accepts_inside=False, tree=True, hidden_states=known, fork=True, exact=False
         )
         self.weight_bytes_per_step = sum(
             tensor.nbytes
@@ -316,7 +301,8 @@ class ReferenceEngine(Engine):
         checkpoint = Checkpoint.open(Path(engine_dir) / "checkpoint")
         tensors = {name: tensor.to(device) for name, tensor in load_tensors(checkpoint.paths[0]).items()}
         model = ReferenceModel(checkpoint.config, checkpoint.recipe, tensors)
-        return cls(model, max_seq_len=manifest.limits.max_seq_len, max_rows=max_rows, kv_dtype=kv_dtype)
+        basis = SourceBasis.open(engine_dir, checkpoint.recipe)
+        return cls(model, max_seq_len=manifest.limits.max_seq_len, max_rows=max_rows, kv_dtype=kv_dtype, basis=basis)
 
     def open(self) -> int:
         handle = next(self._handles)
@@ -358,6 +344,20 @@ class ReferenceEngine(Engine):
         width = self.config.num_key_value_heads * self.config.head_size
         return num_tokens * width * self._kv_dtype.itemsize * 2 * self.config.num_hidden_layers
 
+    def keep_hidden_states(self, layers: Sequence[int]) -> None:
+        self._kept_layers = tuple(layers)
+
+    def hidden_states(self, index: int, rows: Sequence[int]) -> np.ndarray:
+        states = self._kept[index][list(rows)].float().cpu().numpy()
+        return self._basis.states(states, [layer == self.config.num_hidden_layers for layer in self._kept_layers])
+
+    def embeddings(self, ids: Sequence[int]) -> np.ndarray:
+        return self._basis.embeddings(self.model.embeddings(list(ids)).float().cpu().numpy())
+
+    def head_logits(self, states: np.ndarray) -> np.ndarray:
+        rows = torch.from_numpy(self._basis.for_head(states)).to(self.model.device, self.model.dtype)
+        return self.model.logits(rows).cpu().numpy()
+
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         self.check(batch)
         if not batch:
@@ -367,7 +367,12 @@ class ReferenceEngine(Engine):
         extended = [cache.first(cache.length) for cache in caches]
         rows = [(*entry.tokens, *entry.draft.ids) for entry in batch]
         parents = [entry.draft.parents if entry.draft.is_tree else () for entry in batch]
-        states = self.model.hidden_states(list(zip(rows, extended, strict=True)), parents).split(list(map(len, rows)))
+        kept_states: dict[int, Tensor | None] = dict.fromkeys(self._kept_layers)
+        states = self.model.hidden_states(list(zip(rows, extended, strict=True)), parents, kept_states)
+        states = states.split(list(map(len, rows)))
+        if self._kept_layers:
+            places = torch.stack([kept_states[layer] for layer in self._kept_layers], dim=1)
+            self._kept = places.split(list(map(len, rows)))
         acceptances: list[Acceptance | None] = []
         kept: list[KVCache] = []
         for index, entry in enumerate(batch):

@@ -59,6 +59,7 @@ def test_the_directory_holds_everything(engine_dir):
     names = sorted(path.relative_to(engine_dir).as_posix() for path in engine_dir.rglob("*") if path.is_file())
     # transformers 4 gives the model a special_tokens_map.json, which is copied
     assert [name for name in names if name != "special_tokens_map.json"] == [
+        "basis.safetensors",
         "chat_template.jinja",
         "checkpoint/config.json",
         "checkpoint/rank0.safetensors",

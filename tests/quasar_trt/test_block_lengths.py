@@ -31,7 +31,7 @@ def agreement(share: float) -> Agreement:
 
 def block_length(share: float, drafting: dict[int, float], limit: int = 16) -> int:
     """How many tokens a drafting engine without a drafter writes."""
-    lengths = BlockLengths(StepCost(VERIFIER), StepCost(drafting))
+    lengths = BlockLengths(StepCost(VERIFIER), StepCost(drafting), drafting[1])
     lengths.begin()
     count = 0
     while count < limit and lengths.pays([block(limit, kinds=[0] * count)], agreement(share)):
@@ -51,7 +51,7 @@ def test_length_is_the_best_one(share, cost):
 
 def test_a_tail_that_is_nearly_certain_is_better_than_a_pass():
     tail = Draft((1,) * 8, estimates=(0.97,) * 8)
-    lengths = BlockLengths(StepCost(VERIFIER), StepCost(HALF))
+    lengths = BlockLengths(StepCost(VERIFIER), StepCost(HALF), 0.5)
     assert not lengths.pays([block(limit=8, tail=tail, num_tested=7)], agreement(0.97))
     doubtful = Draft((1,) * 8, estimates=(0.5,) * 8)
     assert lengths.pays([block(limit=8, tail=doubtful, num_tested=2)], agreement(0.97))
@@ -61,9 +61,9 @@ def test_requests_share_the_cost_of_a_pass():
     """A pass costs as much as the verifier's: it pays for none alone, and for eight together."""
     verify = StepCost({1: 1.0, 200: 1.2})
     draft = StepCost({1: 1.0, 200: 1.2})
-    lengths = BlockLengths(verify, draft)
+    lengths = BlockLengths(verify, draft, 1.0)
     assert not lengths.pays([block()], agreement(0.9))
-    lengths = BlockLengths(verify, StepCost({1: 0.5, 200: 0.6}))
+    lengths = BlockLengths(verify, StepCost({1: 0.5, 200: 0.6}), 0.5)
     blocks = [block(), block(), block(), block()]
     for each in blocks[1:]:
         each.goes_on = False
@@ -74,9 +74,21 @@ def test_requests_share_the_cost_of_a_pass():
 
 
 def test_what_does_not_seem_to_pay_is_tried_at_times():
-    lengths = BlockLengths(StepCost(VERIFIER), StepCost(HALF))
+    lengths = BlockLengths(StepCost(VERIFIER), StepCost(HALF), 0.5)
     tried = 0
     for _ in range(10_000):
         lengths.begin()
         tried += lengths.pays([block()], agreement(0.01))
     assert tried * 0.5 == pytest.approx(0.005 * 10_000, rel=0.1)
+
+
+def test_costs_of_a_drafting_engine_follow_the_verifiers_and_the_measured_ratio():
+    """Its table was measured while the machine was busy, three times too high; then the machine gets twice as slow."""
+    verify, draft = StepCost(VERIFIER), StepCost({rows: 3 * seconds for rows, seconds in HALF.items()})
+    lengths = BlockLengths(verify, draft, 0.5)
+    assert draft.seconds(1) == pytest.approx(0.5) and draft.seconds(9) == pytest.approx(0.5 * VERIFIER[9])
+    verify.level *= 2.0
+    lengths.begin()
+    assert draft.seconds(1) == pytest.approx(1.0)
+    lengths.begin()
+    assert draft.seconds(1) == pytest.approx(1.0)

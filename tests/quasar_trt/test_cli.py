@@ -87,7 +87,7 @@ def test_version():
 
 def test_defaults_shown_are_those_of_the_dataclasses():
     text = quasar_trt("generate", "--help").stdout
-    assert "[suffix|ngram|recycle|engine:DIR|none]" in text
+    assert "[suffix|ngram|recycle|engine:DIR|medusa:DIR|eagle:DIR|none]" in text
     assert "[default: 16]" in text and "[default: 1.0]" in text
     assert "[default: 16]" not in quasar_trt("chat", "--help").stdout
 
@@ -275,7 +275,11 @@ def test_generate_with_the_reference_engine(engine_dirs):
     ("args", "parts"),
     [
         (["--drafter", "ngramm"], ["unknown drafter 'ngramm'", "did you mean 'ngram'?"]),
-        (["--drafter", "eagle"], ["unknown drafter 'eagle'", "one of: engine:DIR, ngram, none, recycle, suffix"]),
+        (
+            ["--drafter", "lookahead"],
+            ["unknown drafter 'lookahead'", "one of: eagle:DIR, engine:DIR, medusa:DIR, ngram, none, recycle, suffix"],
+        ),
+        (["--drafter", "eagle:nowhere"], ["cannot read nowhere/config.json"]),
         (["--drafter", "engine"], ["drafter is 'engine'", "engine:DIR"]),
         (["--drafter", "engine:nowhere"], ["engine directory nowhere does not exist", "quasar-trt build"]),
         (["--engine", "tensorrt"], ["was built for target 'cpu'", "runs targets tensorrt, tensorrt-rtx"]),

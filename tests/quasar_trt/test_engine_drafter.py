@@ -95,6 +95,22 @@ def test_a_drafting_engine_that_is_the_verifier_is_always_right(drafter):
     assert runner.stats.acceptance_rate == 1.0 and runner.stats.num_draft_tokens > 100
 
 
+def test_no_noise_is_used_twice(monkeypatch):
+    """What was drawn behind a rejection is no part of the output, but may decide what is drafted next: its noise does not come back."""
+    used = Counter()
+    uniform = Sampler.uniform
+
+    def counted(sampler, position, stream):
+        used[position, stream] += 1
+        return uniform(sampler, position, stream)
+
+    monkeypatch.setattr(Sampler, "uniform", counted)
+    runner = Runner(verifier(), drafter=EngineDrafter(drafting("near"), num_speculative_tokens=5))
+    runner.generate([[1, 2, 3]], SamplingParams(temperature=0.9, seed=1, max_tokens=80))
+    assert 0.3 < runner.stats.acceptance_rate < 0.95
+    assert set(used.values()) == {1}
+
+
 def test_the_drafting_engine_needs_fewer_passes_with_a_drafter():
     period = [3, 4, 5, 6, 7]
 
@@ -239,6 +255,15 @@ def test_a_long_prompt_enters_by_one_chunk_per_step():
     assert sum(any(len(tokens) > 32 for tokens in step.tokens) for step in engine.passes) >= 3
 
 
+def test_a_drafting_engine_may_have_fewer_rows_than_there_are_requests():
+    engine = drafting("near", max_rows=3)
+    runner = Runner(verifier(), drafter=EngineDrafter(engine, num_speculative_tokens=4))
+    params = SamplingParams(temperature=0, max_tokens=20)
+    prompts = [*([[token] for token in range(6)]), [token % VOCAB for token in range(150)]]
+    assert completions(runner, prompts, params) == completions(Runner(verifier()), prompts, params)
+    assert runner.stats.num_accepted_tokens
+
+
 def test_a_drafting_engine_with_a_shorter_context_drafts_as_far_as_it_goes():
     engine = drafting("same", max_seq_len=20)
     runner = Runner(verifier(), drafter=EngineDrafter(engine, drafter="none", num_speculative_tokens=4))
@@ -350,6 +375,7 @@ def test_blocks_are_made_only_while_they_pay(monkeypatch):
         engine = drafting(name)
         cost = {rows: factor * seconds for rows, seconds in verify.items()}
         monkeypatch.setattr("quasar_trt.drafters.engine.measure", lambda *_, cost=cost: (cost, True))
+        monkeypatch.setattr("quasar_trt.drafters.engine.compare", lambda *_, factor=factor: factor)
         runner = Runner(verifier(), drafter=EngineDrafter(engine, drafter="none"), step_cost=StepCost(verify))
         ids.add(str(completions(runner, [[1, 2, 3]], params)))
         passes[name, factor] = len(engine.passes)

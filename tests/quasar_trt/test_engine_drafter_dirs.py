@@ -67,7 +67,7 @@ def test_sampled_ids_are_the_same_in_every_run_of_a_seed(engine_dirs, monkeypatc
 def test_both_engines_share_one_pool_of_threads(engine_dirs):
     drafter = EngineDrafter(engine_dirs["INT8"])
     runner = Runner.from_dir(engine_dirs["BF16"], drafter=drafter, engine="cpu", threads=2)
-    assert drafter._engine._pool is runner.engine._pool and drafter._engine.threads == 2
+    assert drafter._engine.pool is runner.engine.pool and drafter._engine.threads == 2
 
 
 def test_a_made_drafter_takes_no_more_options(engine_dirs):
@@ -154,6 +154,20 @@ def test_half_a_character_is_not_drafted(tokenizers):
     bytes_, words = tokenizers
     ids = bytes_("né")["input_ids"]
     assert ThroughText(words, bytes_).continuation(words("n")["input_ids"], ids[:1], ids[1:2]) == []
+
+
+def test_ids_that_never_become_text_have_an_end(tokenizers, engine_dirs, monkeypatch):
+    """The drafting engine writes first halves of characters only: at most four for each id that is wanted."""
+    bytes_, words = tokenizers
+    half = bytes_("é")["input_ids"][0]
+    drafting = StubEngine(lambda prefix: one_hot_logits(half, 257), 257)
+    monkeypatch.setattr(engine_module, "open_engine", lambda *_, **options: drafting)
+    drafter = EngineDrafter(engine_dirs["INT8"], draft_tokenizer=True, drafter="none")
+    verifier = StubEngine(lambda prefix: one_hot_logits(1, 320), 320)
+    runner = Runner(verifier, tokenizer=words, drafter=drafter, max_draft_len=2)
+    runner.generate([words("x")["input_ids"]], SamplingParams(temperature=0, max_tokens=4))
+    assert [len(step.drafts[0]) for step in verifier.passes] == [0] * 4
+    assert 0 < len(drafting.passes) <= 4 * (2 + 2 + 1)
 
 
 def test_text_without_tokenizers_is_refused(tokenizers):

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from quasar_trt import Runner, SamplingParams
+from quasar_trt.drafters.registry import make_drafter
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -45,7 +48,24 @@ def test_same_tokens(engine_dirs):
     assert run("same_tokens.py", engine_dirs["INT8"]).endswith("the same tokens each time\n")
 
 
-@pytest.mark.parametrize("name", ["first.py", "stream.py", "same_tokens.py", "many.py"])
+def test_trained_heads_are_drafters(engine_dirs, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one two one two"}\n{"prompt": "three"}\n')
+    small = ("--prompts", prompts, "--samples", "2", "--max-tokens", "12", "--steps", "6", "--heads", "2")
+    lines = run("train_heads.py", engine_dirs["INT8"], tmp_path / "heads", *small).splitlines()
+    assert lines[0].startswith("4 texts, ") and lines[-1].startswith("saved ")
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    plain = Runner.from_dir(engine_dirs["INT8"], drafter=None).generate("one", params)[0].outputs[0].token_ids
+    for name in ("medusa", "eagle"):
+        opened = Runner.from_dir(engine_dirs["INT8"], drafter=None, threads=1)
+        runner = Runner(
+            opened.engine, tokenizer=opened.tokenizer, drafter=make_drafter(f"{name}:{tmp_path / 'heads' / name}")
+        )
+        assert runner.generate("one", params)[0].outputs[0].token_ids == plain
+        assert runner.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("name", ["first.py", "stream.py", "same_tokens.py", "many.py", "train_heads.py"])
 def test_without_arguments_an_example_tells_its_usage(name):
     result = subprocess.run([sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, check=False)
     assert result.returncode == 1
@@ -53,7 +73,7 @@ def test_without_arguments_an_example_tells_its_usage(name):
 
 
 def test_every_example_has_a_test():
-    tested = {"first.py", "stream.py", "same_tokens.py", "many.py"}
+    tested = {"first.py", "stream.py", "same_tokens.py", "many.py", "train_heads.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 

@@ -12,6 +12,7 @@ from stubs import StubEngine, chain_logits, random_logits
 from quasar_trt.drafters.base import Drafter
 from quasar_trt.drafters.engine import EngineDrafter
 from quasar_trt.drafters.registry import DRAFTERS, OPERANDS, make_drafter
+from quasar_trt.engines import open_engine
 from quasar_trt.errors import QuasarError
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
@@ -24,6 +25,8 @@ DRAFTER = {
         "prompt_lookup_min": 3,
     },
     "recycle": {"num_speculative_tokens": 2},
+    "medusa": {"num_speculative_tokens": 2, "top_k": 2},
+    "eagle": {"num_speculative_tokens": 2, "depth": 2, "top_k": 2},
     "suffix": {"num_speculative_tokens": 2, "branches": 3, "history_tokens": 100},
     "engine": {
         "num_speculative_tokens": 2,
@@ -50,11 +53,23 @@ def propose(drafter: Drafter) -> tuple[int, ...]:
     return next(step.drafts[-1] for step in engine.passes if step.tokens[-1] == DRAFTER_CONTEXT)
 
 
-def made(name: str, **options) -> tuple[Drafter, object]:
+def drafts_of(drafter: Drafter, engine_dir) -> list[tuple]:
+    """What a drafter that reads hidden states proposes for one request."""
+    given, drafts = drafter.propose, []
+    drafter.propose = lambda batch: drafts.append(given(batch)) or drafts[-1]
+    engine = open_engine(engine_dir, "cpu", threads=1)
+    Runner(engine, drafter=drafter).generate([[1, 2, 3]], SamplingParams(temperature=0, ignore_eos=True))
+    return [(draft.ids, draft.parents) for (draft,) in drafts if draft]
+
+
+def made(name: str, dirs: dict, **options) -> tuple[Drafter, object]:
     """A drafter, and a function that tells what it has done."""
     if name not in OPERANDS:
         drafter = make_drafter(name, options)
         return drafter, lambda: propose(drafter)
+    if name != "engine":
+        drafter = make_drafter(f"{name}:{dirs[name]}", options)
+        return drafter, lambda: drafts_of(drafter, dirs["BF16"])
     # Its own vocabulary where that shall matter.
     vocab = 12 if "draft_tokenizer" in options else 10
     engine = StubEngine(random_logits(vocab), vocab)
@@ -76,17 +91,20 @@ def test_tables_name_every_field():
 
 
 @pytest.mark.parametrize(("name", "option", "value"), OPTIONS)
-def test_drafter_option_acts(name, option, value):
+def test_drafter_option_acts(engine_dirs, head_dirs, name, option, value):
+    dirs = engine_dirs | head_dirs
     default = next(f.default for f in dataclasses.fields(DRAFTERS[name][1]) if f.name == option)
-    drafter, effect = made(name, **{option: value})
+    drafter, effect = made(name, dirs, **{option: value})
     assert getattr(drafter.options, option) == value
     assert value != default
-    assert effect() != made(name, **{option: default})[1]()
+    assert effect() != made(name, dirs, **{option: default})[1]()
 
 
-def test_every_default_works():
+def test_every_default_works(engine_dirs, head_dirs):
     assert 0 < len(generate()) <= 16
-    for name in DRAFTERS:
+    for name in head_dirs:
+        assert made(name, engine_dirs | head_dirs)[1]()
+    for name in DRAFTERS.keys() - head_dirs.keys():
         engine = StubEngine(random_logits(5), 5)
         drafter = EngineDrafter(StubEngine(random_logits(5), 5)) if name == "engine" else make_drafter(name)
         (output,) = Runner(engine, drafter=drafter).generate([1, 2, 1])
@@ -161,7 +179,7 @@ def test_every_default_works():
         (lambda: make_drafter("engine:", {}), "drafter is 'engine:'; allowed: engine:DIR"),
         (
             lambda: make_drafter("ngram:dir", {}),
-            "unknown drafter 'ngram:dir'; one of: engine:DIR, ngram, recycle, suffix",
+            "unknown drafter 'ngram:dir'; one of: eagle:DIR, engine:DIR, medusa:DIR, ngram, recycle, suffix",
         ),
         (lambda: make_drafter("engine:nowhere", {}), "engine directory nowhere does not exist"),
         (lambda: EngineDrafter("x", drafter="sufix"), "unknown drafter of an engine drafter 'sufix'.*mean 'suffix'"),
@@ -169,6 +187,11 @@ def test_every_default_works():
         (lambda: EngineDrafter("x", kv_cache_memory_bytes=0), "kv_cache_memory_bytes is 0; allowed: a number of bytes"),
         (lambda: EngineDrafter("x", drafters="suffix"), "unknown engine drafter option 'drafters'.*mean 'drafter'"),
         (lambda: make_drafter(None, {"num_speculative_tokens": 3}), "without a drafter"),
+        (lambda: make_drafter("medusa", {}), "drafter is 'medusa'; allowed: medusa:DIR"),
+        (lambda: make_drafter("eagle:", {}), "drafter is 'eagle:'; allowed: eagle:DIR"),
+        (lambda: make_drafter("medusa:x", {"top_k": 0}), "top_k is 0; it must be a whole number of at least 1"),
+        (lambda: make_drafter("eagle:x", {"depth": 1.5}), "depth is 1.5; it must be a whole number"),
+        (lambda: make_drafter("eagle:x", {"dept": 3}), "unknown eagle drafter option 'dept'.*did you mean 'depth'"),
     ],
 )
 def test_bad_value_is_named(make, message):

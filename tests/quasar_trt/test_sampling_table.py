@@ -74,9 +74,11 @@ HERE = set(ENGINES) - {"tensorrt", "tensorrt_llm"}
 
 
 @pytest.fixture(scope="module")
-def runners(engine_dirs):
+def runners(engine_dirs, head_dirs):
     """(drafter, engine) -> runner that verifies every draft whole; drafter None for plain decoding."""
     plain = {name: Runner.from_dir(engine_dirs["INT8"], drafter=None, engine=name, threads=1) for name in HERE}
+
+    operands = {"engine": engine_dirs["BF16"], **head_dirs}
 
     def runner(drafter: str | None, engine: str) -> Runner:
         opened = plain[engine]
@@ -85,7 +87,7 @@ def runners(engine_dirs):
             tokenizer=opened.tokenizer,
             eos_token_ids=opened.eos_token_ids,
             drafter=make_drafter(
-                f"{drafter}:{engine_dirs['BF16']}" if drafter in OPERANDS else drafter,
+                f"{drafter}:{operands[drafter]}" if drafter in OPERANDS else drafter,
                 drafter and {"num_speculative_tokens": 4},
             ),
         )

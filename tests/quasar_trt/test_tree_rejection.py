@@ -14,7 +14,7 @@ from quasar_trt.drafters.base import NO_DRAFT, Draft
 from quasar_trt.errors import QuasarError
 from quasar_trt.logits_processors import LogitsProcessors
 from quasar_trt.rejection import accept
-from quasar_trt.sampling import ACCEPT, DRAFT, SAMPLE, Sampler, of_sibling
+from quasar_trt.sampling import ACCEPT, DRAFT, SAMPLE, Sampler, numbered
 from quasar_trt.sampling_params import SamplingParams
 
 LARGEST = 1.0 - 2.0**-53  # uniform
@@ -88,7 +88,7 @@ def test_siblings_tested_in_turn_keep_the_target(count, replace, params):
     params = SamplingParams(**params)
     logits = normal(1)
     q = Sampler(params).target(1.5 * normal(2)).dense(VOCAB)
-    streams = [*[of_sibling(ACCEPT, number) for number in range(count)], SAMPLE]
+    streams = [*[numbered(ACCEPT, number) for number in range(count)], SAMPLE]
     found = Counter()
     for share, tokens, rows in draws(q, count, replace):
         draft = Draft(tokens, parents=(-1,) * len(tokens), probs=np.stack(rows))
@@ -126,7 +126,7 @@ def drawn_tree(logits, sampler: Sampler, context: tuple[int, ...], branching: tu
             target = sampler.target(logits((*context, *before)), before)
             q = target.dense(VOCAB)
             for number in range(count):
-                u = sampler.uniform(len(context) + len(before), of_sibling(DRAFT, number))
+                u = sampler.uniform(len(context) + len(before), numbered(DRAFT, number))
                 token = int(np.searchsorted(np.cumsum(q, dtype=np.float64), u * q.sum(dtype=np.float64), side="right"))
                 probs.append(q)
                 following.append((len(ids), (*before, token)))

@@ -140,7 +140,11 @@ Decoder::Row Decoder::row_of(int p, int length, int i) {
 
 void Decoder::forward(int thread) {
   embed(thread);
-  for (int i = 0; i < shape_.layers; ++i) layer(i, thread);
+  for (int i = 0; i < shape_.layers; ++i) {
+    keep(i, thread);
+    layer(i, thread);
+  }
+  keep(shape_.layers, thread);
   if (!logit_rows_.empty()) logits(thread);
 }
 

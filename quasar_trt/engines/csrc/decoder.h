@@ -94,6 +94,13 @@ class Decoder {
   // logits; what a collective throws comes out of step once the pass has ended without it.
   std::shared_ptr<const float> step(const std::vector<Part>& parts, const int32_t* tokens);
 
+  // From the next step on keeps what enters each of these layers, or leaves the final norm where the number is that of all layers.
+  // Throws std::invalid_argument for another number.
+  void keep_states(std::vector<int> layers);
+  // The states [hidden] of a row of the last step, at a place in the list of those kept. Throws std::invalid_argument where there are
+  // none.
+  const float* state(int place, int row) const;
+
   // Collectives begun and ended so far; odd while this rank is in one. Any thread may ask.
   int64_t progress() const { return progress_.load(std::memory_order_relaxed); }
   double collective_seconds() const { return collective_seconds_; }
@@ -124,6 +131,7 @@ class Decoder {
   void forward(int thread);
   void layer(int index, int thread);
   void embed(int thread);
+  void keep(int layer, int thread);
   void normalize(const float* weight, int thread);
   void normalize_head(const float* weight, float* x, float* scratch) const;
   void rotate(int layer, int thread);
@@ -164,6 +172,8 @@ class Decoder {
   const int32_t* tokens_ = nullptr;
 
   Buffer<float> hidden_, qkv_;
+  std::vector<int> kept_layers_;
+  Buffer<float> states_;  // [kept layers, max_rows, padded(hidden)]
   std::shared_ptr<Buffer<float>> logits_ = std::make_shared<Buffer<float>>();  // shared with views that callers may keep
   Activations normed_, attended_, gated_;
   // Of several ranks: sums over this rank's columns, by what the linear reads (of floats those of every rank); absolute maxima of

@@ -1,0 +1,165 @@
+"""EAGLE's heads: one decoder layer that goes on from the verifier's hidden states, in the formats of SafeAILab's EAGLE.
+
+EAGLE and EAGLE-2 (Li et al., arXiv 2401.15077 and 2406.16858, whose heads are the same) guess the next state behind the final norm from the
+last one and the embedding of the token that follows it; the model's own head turns it into logits. EAGLE-3 (arXiv 2503.01840) reads three
+states from between the layers, and has a head of its own over a part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quasar_trt.drafters.draft_linear import DraftLinear, rms_norm
+from quasar_trt.drafters.eagle_layer import EagleLayer, TextRows
+from quasar_trt.drafters.head_files import check_shapes, read_config, read_weights
+from quasar_trt.engines.base import Engine
+from quasar_trt.errors import QuasarError
+from quasar_trt.model_config import ModelConfig, whole_number
+from quasar_trt.tensorfile import float32_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_EMBEDDING = "embed_tokens.weight"
+_LEAST_LAYERS = 7  # for three different states
+
+
+class EagleHead:
+    """The head in `directory` for an engine's model.
+
+    hidden_layers: the states that it reads, as `Engine.keep_hidden_states` has them.
+    Raises QuasarError for another model's head, and for files that are no head.
+    """
+
+    def __init__(self, directory: Path, engine: Engine, max_positions: int, pool: object | None):
+        values = read_config(directory)
+        where = directory / "config.json"
+        self.config = config = _head_config(values, where)
+        self._engine = engine
+        tensors, path = read_weights(directory)
+        self._third = any(name.startswith("midlayer.") for name in tensors)
+        model, prefix = engine.config, "midlayer." if self._third else "layers.0."
+        if config.vocab_size != model.vocab_size:
+            raise QuasarError(
+                f"{where} has vocab_size {config.vocab_size}, the engine's model {model.vocab_size}; take the head of this model"
+            )
+        layers = model.num_hidden_layers
+        if self._third and layers < _LEAST_LAYERS:
+            raise QuasarError(
+                f"{path} is an EAGLE-3 head, the model has {layers} layers; allowed: {_LEAST_LAYERS} or more"
+            )
+        self.hidden_layers = (2, layers // 2, layers - 3) if self._third else (layers,)
+        expected, optional = _layer_shapes(config, prefix, 2 if self._third else 1)
+        if self._third:
+            _expect_third(expected, optional, values, config, model, where)
+        else:
+            expected["fc.weight"] = (config.hidden_size, 2 * model.hidden_size)
+            optional["fc.bias"] = (config.hidden_size,)
+        if config.hidden_size == model.hidden_size:
+            optional[_EMBEDDING] = (config.vocab_size, config.hidden_size)
+        elif self._third:
+            expected[_EMBEDDING] = (config.vocab_size, config.hidden_size)
+        else:
+            raise QuasarError(
+                f"{where} has hidden_size {config.hidden_size}, the engine's model {model.hidden_size}; take the head of this model"
+            )
+        check_shapes(tensors, expected, optional, path)
+        self._embedding = tensors.get(_EMBEDDING)
+        self._fc = DraftLinear(tensors["fc.weight"], tensors.get("fc.bias"), pool)
+        self._layer = EagleLayer(config, tensors, prefix, max_positions, pool)
+        if self._third:
+            self._norms = [
+                float32_of(tensors[f"{name}.weight"])
+                for name in ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm")
+            ]
+            self._head = DraftLinear(tensors["lm_head.weight"], None, pool)
+            self._ids = _draft_ids(tensors, config.vocab_size, path)
+
+    def features(self, states: np.ndarray) -> np.ndarray:
+        """What goes on from the verifier's states [rows, places of hidden_layers, hidden_size]: [rows, hidden_size of the head]."""
+        return self._fc(states.reshape(len(states), -1)) if self._third else states[:, 0]
+
+    def __call__(self, tokens: Sequence[int], features: np.ndarray, texts: Sequence[TextRows]) -> np.ndarray:
+        """The features after those of the rows: `features` [rows, hidden_size] lie before `tokens`, text by text."""
+        embedded = self._embed(tokens)
+        if not self._third:
+            x = self._fc(np.concatenate([embedded, features], axis=1))
+            return self._layer(x, x, texts)
+        epsilon = self.config.norm_epsilon
+        normed = rms_norm(embedded, self._norms[0], epsilon), rms_norm(features, self._norms[1], epsilon)
+        return self._layer(np.concatenate(normed, axis=1), features, texts)
+
+    def logits(self, features: np.ndarray) -> np.ndarray:
+        """[rows, hidden_size] -> [rows, ids that it can draft] float32."""
+        if not self._third:
+            return self._engine.head_logits(features)
+        return self._head(rms_norm(features, self._norms[2], self.config.norm_epsilon))
+
+    def token_ids(self, ids: np.ndarray) -> np.ndarray:
+        """The model's ids of those that `logits` counts."""
+        return self._ids[ids] if self._third else ids
+
+    def _embed(self, tokens: Sequence[int]) -> np.ndarray:
+        if self._embedding is None:
+            return self._engine.embeddings(tokens)
+        return float32_of(self._embedding[list(tokens)])
+
+
+def _head_config(values: dict, where: Path) -> ModelConfig:
+    from quasar_trt.builders.hf_config import model_config
+
+    config = model_config(values | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}, str(where))
+    layers = values.get("num_hidden_layers", 1)
+    if layers != 1:
+        raise QuasarError(f"{where} has num_hidden_layers {layers!r}; allowed: 1, a head has one layer")
+    return config
+
+
+def _layer_shapes(config: ModelConfig, prefix: str, inputs: int) -> tuple[dict, dict]:
+    """(expected, optional) shapes of a Llama layer without norms before the attention, which reads `inputs` times hidden_size."""
+    hidden, middle = config.hidden_size, config.intermediate_size
+    rows = {"q": config.attention_size, "k": config.kv_size, "v": config.kv_size}
+    expected = {f"{prefix}self_attn.{name}_proj.weight": (size, inputs * hidden) for name, size in rows.items()}
+    expected |= {
+        f"{prefix}self_attn.o_proj.weight": (hidden, config.attention_size),
+        f"{prefix}mlp.gate_proj.weight": (middle, hidden),
+        f"{prefix}mlp.up_proj.weight": (middle, hidden),
+        f"{prefix}mlp.down_proj.weight": (hidden, middle),
+        f"{prefix}post_attention_layernorm.weight": (hidden,),
+    }
+    optional = {f"{prefix}self_attn.{name}_proj.bias": (size,) for name, size in rows.items()}
+    # Follows from the configuration; older files have it.
+    optional[f"{prefix}self_attn.rotary_emb.inv_freq"] = (config.head_size // 2,)
+    return expected, optional
+
+
+def _expect_third(
+    expected: dict, optional: dict, values: dict, config: ModelConfig, model: ModelConfig, where: Path
+) -> None:
+    """Adds what EAGLE-3 has besides its layer."""
+    hidden = config.hidden_size
+    try:
+        size = whole_number("draft_vocab_size", values.get("draft_vocab_size", config.vocab_size))
+    except QuasarError as error:
+        raise QuasarError(f"{where}: {error}") from None
+    expected |= {f"{name}.weight": (hidden,) for name in ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm")}
+    expected["fc.weight"] = (hidden, 3 * model.hidden_size)
+    expected["lm_head.weight"] = (size, hidden)
+    # Without a map the ids are the model's own.
+    maps = optional if size == config.vocab_size else expected
+    maps["d2t"] = (size,)
+    optional["t2d"] = (config.vocab_size,)  # which ids are drafted; the other map says it too
+
+
+def _draft_ids(tensors: dict[str, Tensor], vocab_size: int, path: Path) -> np.ndarray:
+    """The model's ids of the draft vocabulary: the map holds their differences."""
+    ids = np.arange(len(tensors["lm_head.weight"]))
+    if "d2t" in tensors:
+        ids = ids + tensors["d2t"].numpy().astype(np.int64)
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise QuasarError(f"{path}: d2t leads to ids from {ids.min()} to {ids.max()}; allowed: 0 to {vocab_size - 1}")
+    return ids

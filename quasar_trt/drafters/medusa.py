@@ -1,0 +1,100 @@
+"""The medusa drafter: heads on the verifier's hidden states guess several tokens ahead, each by itself.
+
+Every combination of what the heads guess is a path; the tree grows where the product of their probabilities is largest. Drafts carry no
+probabilities: the sampled tokens are those of plain decoding (Medusa's "typical acceptance" would emit others).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from quasar_trt.drafters.base import NO_DRAFT, Draft, Drafter, DraftRequest, check_num_speculative_tokens
+from quasar_trt.drafters.confidence import ConfidenceEstimates, most_probable
+from quasar_trt.drafters.draft_linear import draft_pool
+from quasar_trt.drafters.head_files import check_engine
+from quasar_trt.drafters.medusa_heads import MedusaHeads
+from quasar_trt.drafters.tree import likeliest_tree
+from quasar_trt.engines.base import Engine
+from quasar_trt.errors import named_options
+from quasar_trt.model_config import whole_number
+from quasar_trt.step_cost import StepCost
+
+
+@named_options("medusa drafter option")
+@dataclass(frozen=True)
+class MedusaOptions:
+    """num_speculative_tokens: the most draft tokens per request and step; None for as many as the engine allows.
+
+    top_k: guesses of each head that a tree may hold.
+    """
+
+    num_speculative_tokens: int | None = None
+    top_k: int = 4
+
+    def __post_init__(self):
+        check_num_speculative_tokens(self.num_speculative_tokens)
+        whole_number("top_k", self.top_k)
+
+
+class MedusaDrafter(Drafter):
+    """directory: of the heads. `options` are those of MedusaOptions. Raises QuasarError for unknown or wrong options."""
+
+    def __init__(self, directory: str | Path, **options):
+        self.options = MedusaOptions(**options)
+        self.num_speculative_tokens = self.options.num_speculative_tokens
+        self._directory = Path(directory)
+        self._estimates = ConfidenceEstimates()
+        self._states: dict[int, tuple[int, np.ndarray]] = {}  # the last token's position and state
+        self._guesses: dict[int, list[list[tuple[int, float]]]] = {}  # of each head: ids and probabilities
+
+    def attach(self, engine: Engine, step_cost: StepCost | None, tokenizer: object | None) -> None:
+        check_engine(engine, "medusa")
+        config = engine.config
+        self.hidden_layers = (config.num_hidden_layers,)
+        self._heads = MedusaHeads(self._directory, config.hidden_size, config.vocab_size, draft_pool(engine))
+
+    def propose(self, batch: Sequence[DraftRequest]) -> list[Draft]:
+        # A prompt's last token enters the cache in the same pass as its draft would.
+        ready = [index for index, request in enumerate(batch) if self._knows(request)]
+        drafts = [NO_DRAFT] * len(batch)
+        if not ready:
+            return drafts
+        states = np.stack([self._states[batch[index].request_id][1] for index in ready])
+        heads = [most_probable(logits, self.options.top_k) for logits in self._heads(states)]
+        for row, index in enumerate(ready):
+            guesses = [
+                list(zip(ids[row].tolist(), probabilities[row].tolist(), strict=True)) for ids, probabilities in heads
+            ]
+            self._guesses[batch[index].request_id] = guesses
+            drafts[index] = self._draft(batch[index], guesses)
+        return drafts
+
+    def read_states(self, request_id: int, position: int, states: np.ndarray) -> None:
+        self._states[request_id] = position + len(states) - 1, states[-1, 0]
+
+    def observe(self, request_id: int, emitted: Sequence[int], num_accepted_tokens: int) -> None:
+        for guesses, right in zip(self._guesses.pop(request_id, ()), emitted, strict=False):
+            for token, probability in guesses:
+                self._estimates.count(probability, token == right)
+
+    def stop(self, request_id: int) -> None:
+        self._states.pop(request_id, None)
+        self._guesses.pop(request_id, None)
+
+    def _knows(self, request: DraftRequest) -> bool:
+        """Whether the state before the context's last token is there."""
+        return self._states.get(request.request_id, (-1,))[0] == len(request.context) - 2
+
+    def _draft(self, request: DraftRequest, guesses: list[list[tuple[int, float]]]) -> Draft:
+        most = self.options.top_k if request.tree else 1
+
+        def continuations(depth: int):
+            found = guesses[depth][:most] if depth < len(guesses) else []
+            return [(token, probability, depth + 1) for token, probability in found]
+
+        draft = likeliest_tree(0, continuations, request.limit)
+        return replace(draft, estimates=tuple(map(self._estimates.of, draft.estimates)))
