@@ -42,15 +42,19 @@ def _open_reference(directory: Path, manifest: Manifest, threads: int | None) ->
     return ReferenceEngine.from_dir(directory)
 
 
+def _refuse_threads(engine: str, threads: int | None) -> None:
+    if threads is not None:
+        raise QuasarError(
+            f"threads is {threads}; engine '{engine}' has no use for it, its work is the GPU's: leave it out"
+        )
+
+
 def _open_tensorrt(
     directory: Path, manifest: Manifest, threads: int | None, ranks: Communicator | None = None
 ) -> Engine:
     from quasar_trt.engines.tensorrt import TensorRTEngine
 
-    if threads is not None:
-        raise QuasarError(
-            f"threads is {threads}; engine 'tensorrt' has no use for it, its work is the GPU's: leave it out"
-        )
+    _refuse_threads("tensorrt", threads)
     return TensorRTEngine.from_dir(directory, ranks)
 
 
@@ -59,10 +63,7 @@ def _open_tensorrt_llm(
 ) -> Engine:
     from quasar_trt.engines.tensorrt_llm import TensorRTLLMEngine
 
-    if threads is not None:
-        raise QuasarError(
-            f"threads is {threads}; engine 'tensorrt_llm' has no use for it, its work is the GPU's: leave it out"
-        )
+    _refuse_threads("tensorrt_llm", threads)
     return TensorRTLLMEngine.from_dir(directory, ranks)
 
 
