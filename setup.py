@@ -74,7 +74,7 @@ EXTRAS = {
     "tensorrt": ["tensorrt>=10.15"],
     "tensorrt-rtx": ["tensorrt-rtx==1.7.1.116"],
     "tensorrt-llm": ["tensorrt-llm==1.2.1"],
-    "serve": ["fastapi>=0.115", "uvicorn>=0.30", "prometheus-client>=0.20", "pydantic>=2.8", "pyyaml>=6"],
+    "serve": ["fastapi>=0.132", "uvicorn>=0.30", "prometheus-client>=0.20", "pydantic>=2.8", "pyyaml>=6"],
     "plot": ["matplotlib>=3.8"],
     "eval": ["lm-eval>=0.4.5"],
 }

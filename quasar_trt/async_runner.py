@@ -114,6 +114,11 @@ class AsyncRunner:
             while (piece := await job.answer()) is not None:
                 yield piece
 
+    def check_room(self, num_completions: int) -> None:
+        """Raises RunnerBusy where a prompt with so many completions would be refused now."""
+        if self._num_open + num_completions > self._max_requests:
+            raise RunnerBusy(f"{self._num_open} requests are open; allowed: {self._max_requests}; ask again later")
+
     async def abort(self, request_id: str) -> None:
         """Ends a request at any time: its caller gets what there is of it, with finish_reason "abort". One that has ended
         or never was is left alone."""
@@ -160,8 +165,7 @@ class AsyncRunner:
         size = getattr(self._runner.default_sampling_params if params is None else params, "n", 1)
         if size > self._max_requests:
             raise QuasarError(f"n is {size}; allowed: at most {self._max_requests}, the completions at a time")
-        if self._num_open + size > self._max_requests:
-            raise RunnerBusy(f"{self._num_open} requests are open; allowed: {self._max_requests}; ask again later")
+        self.check_room(size)
         self._num_asked += 1
         job = self._open[request_id] = _Job(request_id, size, streams, prepare)
         self._num_open += size

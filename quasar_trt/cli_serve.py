@@ -32,6 +32,8 @@ def _read_config(context: click.Context, param: click.Parameter, path: Path | No
             near = difflib.get_close_matches(str(name).replace("-", "_"), known, n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
             raise QuasarError(f"--config: {path} has '{name}', which is no option of serve{hint}")
+        if value is None:
+            raise QuasarError(f"--config: {path} has '{name}' without a value; give one or leave it out")
         if isinstance(value, dict):
             defaults[option.name] = [f"{key}={json.dumps(each)}" for key, each in value.items()]
         else:

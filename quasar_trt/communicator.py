@@ -183,5 +183,5 @@ def world() -> Communicator | None:
 def ignore_signals() -> None:
     """Of a rank that follows: rank 0 answers signals and tells it to end; where rank 0 cannot, the launcher kills it."""
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)

@@ -6,13 +6,14 @@ import copy
 from collections.abc import Callable, Sequence
 
 _REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are not (yet) a character
+_MOST_PENDING = 64  # tokens; bytes that are no character after so many will never be one
 
 
 class Detokenizer:
     """Incremental decoding of one completion.
 
-    Text is held back while it ends in replacement characters, because coming bytes may complete a character there; the
-    end contains them as they are. Each token is decoded together with those of the piece before it, since tokenizers
+    Text is held back while it ends in replacement characters, because coming bytes may complete a character there; after
+    `_MOST_PENDING` tokens, and in the end, they are said as they are. Each token is decoded together with those of the piece before it, since tokenizers
     treat the first token of a text differently (they drop its leading space).
 
     decode: token ids -> text.
@@ -43,8 +44,9 @@ class Detokenizer:
         self._window.append(token)
         decoded = self._decode(self._window)
         whole = decoded.rstrip(_REPLACEMENT)
-        piece = whole[self._num_decoded :]
-        if len(whole) == len(decoded):
+        complete = len(whole) == len(decoded) or len(self._window) - self._num_whole >= _MOST_PENDING
+        piece = (decoded if complete else whole)[self._num_decoded :]
+        if complete:
             del self._window[: self._num_whole]
             self._num_whole = len(self._window)
             self._num_decoded = len(self._decode(self._window))
@@ -86,7 +88,8 @@ class Detokenizer:
     def _num_open(self) -> int:
         """Length of the longest end of the text that begins a stop text."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
+        first = {stop[0] for stop in self._stop}
         for length in range(min(longest, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-length:]) for stop in self._stop):
+            if self.text[-length] in first and any(stop.startswith(self.text[-length:]) for stop in self._stop):
                 return length
         return 0

@@ -37,6 +37,7 @@ def make_app(backend: Backend) -> FastAPI:
         version=__version__,
         docs_url=None,  # they load their programs from elsewhere
         redoc_url=None,
+        redirect_slashes=False,  # the place that it names would be what the client says is our host
         responses={code: {"model": ErrorBody, "description": text} for code, text in _REFUSALS.items()},
     )
     app.state.backend = backend

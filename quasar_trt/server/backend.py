@@ -39,6 +39,12 @@ class Backend:
         if name is not None and name != served:
             raise ApiError(404, f"model is {name!r}; allowed: {served!r}", "model", "model_not_found")
 
+    def check_count(self, num_completions: int) -> None:
+        """Raises ApiError for more completions than can ever run or wait, and RunnerBusy for more than can now."""
+        if num_completions > (most := self.options.max_requests):
+            raise ApiError(400, f"{num_completions} completions are asked for; allowed: {most} at a time", "n")
+        self.runner.check_room(num_completions)
+
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
         """Raises ApiError for token ids that are none of the model's, in the parameter `name`."""
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:

@@ -23,6 +23,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     backend = backend_of(request)
     backend.check_model(body.model)
     params = body.sampling_params(**backend.sampling)
+    backend.check_count(len(body.prompts) * params.n)  # before its prompts cost anything
     prompts = [await backend.text.encode(each) if isinstance(each, str) else each for each in body.prompts]
     for prompt in prompts:
         backend.check_ids("prompt", prompt)
@@ -43,6 +44,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     backend = backend_of(request)
     backend.check_model(body.model)
     params = body.sampling_params(**{"max_tokens": None} | backend.sampling)
+    backend.check_count(params.n)
     ids = await backend.text.encode_chat([message.as_dict() for message in body.messages], **body.template_options())
     return await Exchange(backend, body, params, ChatShape(body, [ids])).response()
 

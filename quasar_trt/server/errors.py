@@ -82,8 +82,8 @@ async def respond(request: Request, error: Exception) -> JSONResponse:
 def _invalid(errors: list[dict]) -> ApiError:
     """From what pydantic found: about the first parameter alone, whatever it may be instead in one line."""
     first = errors[0]
-    if first["type"] == "parameter":  # our own
-        return ApiError(400, first["msg"], first["ctx"]["name"])
+    if first["type"] == "parameter":  # our own; within a message or the like, that is the parameter
+        return ApiError(400, first["msg"], (*first["loc"][1:2], first["ctx"]["name"])[0])
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON: {first['ctx']['error']}")
     path = [str(part) for part in first["loc"][1:]]

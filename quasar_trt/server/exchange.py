@@ -16,7 +16,7 @@ from quasar_trt.metrics import SpeculationMetrics, stats_line
 from quasar_trt.outputs import StreamOutput
 from quasar_trt.sampling_params import SamplingParams
 from quasar_trt.server.backend import Backend
-from quasar_trt.server.errors import LOG, ApiError, api_error
+from quasar_trt.server.errors import LOG, api_error
 from quasar_trt.server.merge import all_of, merged
 from quasar_trt.server.protocol import Sampling
 from quasar_trt.server.shapes import Shape
@@ -28,9 +28,6 @@ class Exchange:
     """Asks the runner for what `request` wants and puts it into shape."""
 
     def __init__(self, backend: Backend, request: Sampling, params: SamplingParams, shape: Shape):
-        num_completions = len(shape.prompts) * params.n
-        if num_completions > (most := backend.options.max_requests):
-            raise ApiError(400, f"{num_completions} completions are asked for; allowed: {most} at a time", "n")
         self._backend = backend
         self._request = request
         self._params = params

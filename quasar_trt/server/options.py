@@ -31,7 +31,9 @@ class ServerOptions:
         if not self.served_model_name.isprintable() or not self.served_model_name:
             raise QuasarError(f"served_model_name is {self.served_model_name!r}; allowed: printable text, not empty")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
-            raise QuasarError(f"api_key is {self.api_key!r}; allowed: printable ASCII characters, at least one")
+            raise QuasarError(
+                "api_key is empty or has other characters than printable ASCII; give another (it is not shown here)"
+            )
         for name in ("max_requests", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise QuasarError(f"{name} is {getattr(self, name)}; allowed: 1 or more")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
+import threading
 from collections.abc import Callable, Mapping
 
 import uvicorn
@@ -60,7 +62,7 @@ class Server(uvicorn.Server):
         self._tell_started(self)
 
     def handle_exit(self, sig: int, frame) -> None:
-        """Called for SIGINT and SIGTERM."""
+        """Called for SIGINT, SIGTERM and SIGUSR1."""
         self._loop.call_soon_threadsafe(self.stop)
 
     def stop(self) -> None:
@@ -97,7 +99,7 @@ def serve(
     """Serves until a signal ends it.
 
     tokenizer: one that nobody else uses; None where there is none. sampling: the model's own sampling parameters.
-    Raises QuasarError when the engine's thread has failed.
+    Raises QuasarError when the engine's thread has failed or does not end.
     """
     asyncio.run(_serve(runner, tokenizer, options, bound, sampling, started))
 
@@ -120,9 +122,14 @@ async def _serve(runner, tokenizer, options, bound, sampling, started) -> None:
         limit_concurrency=_MAX_CONNECTIONS,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what clients send wrong is theirs to know
-    await Server(config, backend, started).serve(sockets=[bound])
-    with contextlib.suppress(asyncio.TimeoutError):
+    server = Server(config, backend, started)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, server.handle_exit)  # mpirun passes it on, where it answers SIGTERM itself
+    await server.serve(sockets=[bound])
+    try:
         await asyncio.wait_for(async_runner.shutdown(drain=False), _ABORT_SECONDS)
+    except asyncio.TimeoutError:
+        raise QuasarError("the pass of the engine that runs does not end; the server ends without it") from None
     if async_runner.failure:
         raise async_runner.failure
     runner.reset_prefix_cache()

@@ -116,3 +116,15 @@ def test_copy_goes_on_by_itself():
     assert (detokenizer.text, other.text) == ("", "世EN")
     detokenizer.push(0x96)
     assert (detokenizer.say(), other.say()) == ("世", "世")
+
+
+def test_bytes_that_never_become_a_character_are_not_decoded_over_and_over():
+    lengths = []
+
+    def counted(ids):
+        lengths.append(len(ids))
+        return byte_decode(ids)
+
+    said = pieces([0x80] * 1000, decode=counted)
+    assert "".join(said) == "\ufffd" * 1000
+    assert max(lengths) <= 128 and said.count("") < 990

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 
@@ -16,6 +17,8 @@ from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
 from quasar_trt.server import body as body_module
 from quasar_trt.server import connection as connection_module
+from quasar_trt.server import run as run_module
+from quasar_trt.server.text import Text
 
 VOCAB = 257
 LOGITS = random_logits(VOCAB, seed=3, spread=4.0)
@@ -108,6 +111,19 @@ def test_too_many_requests_are_told_to_come_again():
         assert answers(server)
 
 
+def test_refused_prompts_are_not_tokenized(monkeypatch):
+    monkeypatch.setattr(Text, "encode", None)
+    runner = make_runner()
+    with ServerThread(runner, max_requests=1) as server:
+        assert server.refusal(PATH, SHORT | {"prompt": ["a", "b"]})[0] == 400
+        runner.engine.gate.clear()
+        first, _ = in_thread(server.request, PATH, SHORT)
+        eventually(lambda: server.server._backend.runner._open)
+        assert server.refusal(PATH, SHORT | {"prompt": "a"})[0] == 429
+        runner.engine.gate.set()
+        first.join()
+
+
 def test_request_ends_when_its_time_is_over():
     runner = make_runner()
     with ServerThread(runner, request_timeout=0.05) as server:
@@ -133,6 +149,24 @@ def test_slow_reader_holds_up_nobody_and_is_cut_off(monkeypatch):
         eventually(lambda: runner.load.num_running == 0, 30)
         assert runner.stats.num_emitted_tokens < 99_000 and not runner.engine.caches
         client.close()
+
+
+def test_slow_reader_that_reads_on_gets_a_long_answer_whole(monkeypatch):
+    monkeypatch.setattr(connection_module, "STALL_SECONDS", 0.5)
+    with ServerThread(make_runner(), ByteTokenizer(), max_body_bytes=10_000_000) as server:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        client.settimeout(30)
+        client.connect((server.host, server.port))
+        client.sendall(post("/tokenize", {"prompt": "a" * 3_000_000}))
+        data = b""
+        while not data.endswith(b"}"):
+            for _ in range(4):
+                assert (part := client.recv(2**16))
+                data += part
+            time.sleep(0.1)
+        client.close()
+        assert data.count(b"97") > 3_000_000 - 10 and answers(server)
 
 
 def test_head_that_does_not_come_to_its_end_is_cut_off(monkeypatch):
@@ -210,6 +244,13 @@ def server():
         yield server
 
 
+def test_malformed_request_is_told_so_and_leaves_no_trace_in_the_log(server, caplog):
+    with server.connect() as client:
+        client.sendall(b"\x16\x03\x01\x02\r\n\r\n")
+        assert b"".join(iter(lambda: client.recv(65536), b"")).startswith(b"HTTP/1.1 400")
+    assert answers(server) and not [each for each in caplog.records if each.exc_info]
+
+
 def test_requests_follow_each_other_on_one_connection(server):
     client = server.connect()
     client.sendall(post(PATH, SHORT) * 3)
@@ -254,6 +295,22 @@ def test_second_signal_aborts_what_runs():
     server.join()
     thread.join()
     assert results[0][2]["choices"][0]["finish_reason"] == "abort"
+
+
+def test_pass_that_does_not_end_is_left_behind(monkeypatch):
+    monkeypatch.setattr(run_module, "_ABORT_SECONDS", 0.2)
+    runner = make_runner()
+    server = ServerThread(runner)
+    runner.engine.gate.clear()
+    thread, results = in_thread(server.request, PATH, LONG)
+    eventually(lambda: runner.load.num_running)
+    server.signal()
+    server.signal()
+    server.join()
+    assert "does not end" in str(server.failure) and runner.engine.caches
+    runner.engine.gate.set()
+    thread.join()
+    assert results[0][0] == 500
 
 
 def test_fault_of_a_pass_is_told_and_later_requests_run():

@@ -114,7 +114,8 @@ def _unstreamed(name: str, streams: bool) -> dict:
         (CHAT, {"messages": [{"role": "user"}]}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]}, "messages"),
-        (CHAT, {"messages": [{"role": "user", "content": "x", "name": "me"}]}, "name"),
+        (CHAT, {"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages"),
+        (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options"),
         (CHAT, {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages"),
         (CHAT, {"messages": HELLO, "logprobs": 2}, "logprobs"),
         (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
@@ -152,6 +153,13 @@ def test_malformed_body_is_refused(server, body, message):
 def test_body_that_is_not_declared_as_json_is_refused(server):
     status, error = server.refusal(COMPLETIONS, b'{"prompt": "a"}', headers={"Content-Type": "text/plain"})
     assert status == 400 and "Content-Type: application/json" in error["message"]
+
+
+def test_body_without_a_type_is_refused(server):
+    # A page of another origin could have a browser send it.
+    with server.connect() as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n" + b'{"prompt": "a"}')
+        assert client.recv(65536).startswith(b"HTTP/1.1 400")
 
 
 @pytest.mark.parametrize("size", [20_001, 200_000])
