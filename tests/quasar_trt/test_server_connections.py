@@ -162,7 +162,8 @@ def test_slow_reader_that_reads_on_gets_a_long_answer_whole(monkeypatch):
         data = b""
         while not data.endswith(b"}"):
             for _ in range(4):
-                assert (part := client.recv(2**16))
+                part = client.recv(2**16)
+                assert part
                 data += part
             time.sleep(0.1)
         client.close()
