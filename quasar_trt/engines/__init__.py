@@ -73,6 +73,7 @@ ENGINES = {
     "tensorrt": _open_tensorrt,
     "tensorrt_llm": _open_tensorrt_llm,
 }
+MOST_THREADS = 1024
 OF_SEVERAL_RANKS = ("cpu", "tensorrt", "tensorrt_llm")  # those that also take the ranks
 
 
@@ -110,8 +111,8 @@ def open_engine(
     directory = Path(directory)
     if engine != "auto" and engine not in ENGINES:
         raise unknown("engine", engine, ["auto", *ENGINES])
-    if threads is not None and threads < 1:
-        raise QuasarError(f"threads is {threads}; allowed: 1 or more")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise QuasarError(f"threads is {threads}; allowed: 1 to {MOST_THREADS}")
     manifest = Manifest.open(directory)
     if engine == "auto":
         engine = engine_of(manifest)
