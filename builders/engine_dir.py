@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -15,6 +16,9 @@ from quasar_trt.errors import QuasarError
 def check_output(output_dir: Path, force: bool) -> None:
     """Refuses, before any work is done, an existing output (`--force` replaces engine directories only) and a place that cannot
     be written to."""
+    here = Path.cwd()
+    if output_dir.resolve() in (here, *here.parents):
+        raise QuasarError(f"output {output_dir} is the working directory or holds it; choose another")
     parent = next(parent for parent in output_dir.absolute().parents if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise QuasarError(f"cannot write in {parent}; choose another output")
@@ -24,14 +28,19 @@ def check_output(output_dir: Path, force: bool) -> None:
         raise QuasarError(f"output {output_dir} exists and is not a directory; choose another")
     if not force:
         raise QuasarError(f"output directory {output_dir} exists; choose another, or replace it with --force")
-    if (
-        any(output_dir.iterdir())
-        and not any(output_dir.glob("rank0*.engine"))
-        and not any(output_dir.glob("*/rank0.*"))
-    ):
+    if any(output_dir.iterdir()) and not _is_engine_dir(output_dir):
         raise QuasarError(
             f"{output_dir} is not an engine directory; --force replaces engine directories only: choose another"
         )
+
+
+def _is_engine_dir(directory: Path) -> bool:
+    """Whether it has a manifest: what only holds an engine directory holds other things too."""
+    try:
+        values = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and {"format_version", "recipe"} <= set(values)
 
 
 @contextmanager

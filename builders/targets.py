@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quasar_trt.builders.plugin_gpus import check_plugin_gpu
 from quasar_trt.builders.tensorrt_llm_target import LlmHost, check_llm_target
 from quasar_trt.errors import QuasarError, unknown
 from quasar_trt.machine import available_memory
@@ -65,7 +66,10 @@ def _check_plan(target: str, recipe: Recipe, tp_size: int, sms: Sequence[int]) -
     if target == "tensorrt":
         if per_token:
             load_stack("triton")  # which compiles the kernels of the plugins
-        return _own_gpu(sms)
+        (sm,) = _own_gpu(sms)
+        if per_token:
+            check_plugin_gpu(sm, "one of these, or static_activations, which needs no plugins")
+        return (sm,)
     known = [int(name[2:]) for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
     unknown_sms = [sm for sm in sms if sm not in known]
     if unknown_sms or not sms:

@@ -13,6 +13,7 @@ from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from quasar_trt.builders.plugin_gpus import check_plugin_gpu
 from quasar_trt.builders.progress import Advance, Stages
 from quasar_trt.builders.tensorrt_llm_worker import MODEL_CLASS, MODEL_MODULE, RankBuild, build_rank
 from quasar_trt.checkpoint import stock_obstacles
@@ -71,13 +72,7 @@ def check_llm_model(config: ModelConfig, recipe: Recipe, host: LlmHost | QuasarE
             "build with --target tensorrt"
         )
     if isinstance(host, LlmHost) and recipe.quantized and choose_way(config, recipe, host.sm)[0] == "quasar":
-        from quasar_trt.plugins.aot import PTX_VERSIONS
-
-        if host.sm not in PTX_VERSIONS:
-            raise QuasarError(
-                f"this GPU is SM {host.sm}; the plugins of our model class are compiled for "
-                f"{', '.join(map(str, PTX_VERSIONS))}: use one of these"
-            )
+        check_plugin_gpu(host.sm, "one of these, or quantization 'none'")
 
 
 def choose_way(config: ModelConfig, recipe: Recipe, sm: int | None) -> tuple[str, str]:

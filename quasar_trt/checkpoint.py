@@ -36,8 +36,8 @@ def _layer_linears(config: ModelConfig) -> list[tuple[str, Linear]]:
 
 
 def check_exclusions(config: ModelConfig, recipe: Recipe) -> None:
-    """Raises QuasarError for an exclude pattern that matches no linear of a layer, and where patterns cover some of the
-    linears that share a norm, which carries the smoother of all of them or of none."""
+    """Raises QuasarError for an exclude pattern and a weight-only name that match no linear of a layer, and where these cover some
+    of the linears that share a norm, which carries the smoother of all of them or of none, and whose output all read alike."""
     linears = _layer_linears(config)
     for pattern in recipe.exclude:
         if not any(fnmatchcase(name, pattern) for name, _ in linears):
@@ -45,6 +45,11 @@ def check_exclusions(config: ModelConfig, recipe: Recipe) -> None:
                 f"exclude pattern '{pattern}' matches no linear; allowed: patterns of names from {linears[0][0]} to "
                 f"{linears[-1][0]} (the head follows lm_head)"
             )
+    strangers = set(recipe.weight_only) - {name for name, _ in linears}
+    if strangers:
+        raise QuasarError(
+            f"weight_only '{min(strangers)}' is no linear; allowed: names from {linears[0][0]} to {linears[-1][0]}"
+        )
     first: dict[str, str] = {}  # prefix and norm -> the first linear behind it
     for name, linear in linears:
         group = name.removesuffix(linear.name) + linear.norm if linear.norm else name
@@ -52,6 +57,10 @@ def check_exclusions(config: ModelConfig, recipe: Recipe) -> None:
         if recipe.quantizes(name) != recipe.quantizes(other):
             raise QuasarError(
                 f"exclude covers one of {other} and {name}, which share a smoother; exclude both or neither"
+            )
+        if recipe.is_static(name) != recipe.is_static(other):
+            raise QuasarError(
+                f"weight_only has one of {other} and {name}, which read the same; it takes both or neither"
             )
 
 

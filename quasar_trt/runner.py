@@ -41,7 +41,8 @@ class Runner:
 
     max_seq_len: tokens of the longest sequence, by the engine's limit and by kv_cache_memory_bytes.
 
-    Raises QuasarError for limits that leave nothing to do and when the drafter may propose more than max_draft_len.
+    Raises QuasarError for limits that leave nothing to do, and for a drafter that may propose more than max_draft_len or does not fit
+    the engine.
     """
 
     def __init__(

@@ -34,7 +34,8 @@ class Scheduler:
     step_cost: by which draft lengths and chunks of prompts are chosen; None takes all that there are rows for.
     stats: metrics over all requests so far.
 
-    Raises QuasarError for limits that leave nothing to do and when the drafter may propose more than max_draft_len.
+    Raises QuasarError for limits that leave nothing to do, when the drafter may propose more than max_draft_len, and for a drafter
+    that reads logits of an engine that gives none.
     """
 
     def __init__(
@@ -55,6 +56,11 @@ class Scheduler:
             raise QuasarError(
                 f"num_speculative_tokens is {wanted}; allowed: at most {max_draft_len}, the engine's max_draft_len; ask "
                 "for fewer or build with a larger --max-draft-len"
+            )
+        if drafter and drafter.reads_logits and engine.capabilities.accepts_inside:
+            raise QuasarError(
+                f"{type(drafter).__name__} learns from the verifier's logits, and {type(engine).__name__} samples by itself and gives "
+                "none; choose a drafter that needs none, such as suffix"
             )
         self.stats = SpeculationMetrics()
         self._engine = engine

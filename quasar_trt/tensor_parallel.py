@@ -47,5 +47,5 @@ def check_ranks(path: Path, tp_size: int, num_ranks: int = 1) -> None:
         )
     how = "without mpirun" if tp_size == 1 else f"as: mpirun -n {tp_size} ..."
     raise QuasarError(
-        f"{path} has tp_size {tp_size}, and this program runs on {num_ranks} ranks; start it {how}; or build with --tp-size {num_ranks}"
+        f"{path} has tp_size {tp_size}, and this program runs on {num_ranks} ranks; start it {how}; or build it for another --tp-size"
     )

@@ -54,7 +54,6 @@ class TensorRTBuilderDouble(ModuleType):
         monkeypatch.setitem(sys.modules, "tensorrt", self)
         monkeypatch.setitem(sys.modules, "tensorrt.plugin", plugin)
         monkeypatch.setitem(sys.modules, "quasar_trt.plugins.tensorrt", ModuleType("quasar_trt.plugins.tensorrt"))
-        monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
 
     @staticmethod
     def _operation(name: str):

@@ -27,7 +27,7 @@ def spread(values: Sequence[float], spec: str = ".2f", unit: str = "x") -> str:
     return middle if len(values) < 2 else f"{middle} ({min(values):{spec}}..{max(values):{spec}})"
 
 
-def same_ids(equal: int, total: int, drafter: str | None, temperature: float) -> str | Alarm:
+def same_ids(equal: int, total: int, drafter: str | None, temperature: float) -> str:
     """Of how many runs the ids are those of others; fewer than all stand out where such a drafter keeps ids."""
     shown = f"{equal}/{total}"
     return shown if equal == total or not keeps_ids(drafter, temperature) else Alarm(shown)

@@ -42,15 +42,19 @@ def _open_reference(directory: Path, manifest: Manifest, threads: int | None) ->
     return ReferenceEngine.from_dir(directory)
 
 
+def _refuse_threads(engine: str, threads: int | None) -> None:
+    if threads is not None:
+        raise QuasarError(
+            f"threads is {threads}; engine '{engine}' has no use for it, its work is the GPU's: leave it out"
+        )
+
+
 def _open_tensorrt(
     directory: Path, manifest: Manifest, threads: int | None, ranks: Communicator | None = None
 ) -> Engine:
     from quasar_trt.engines.tensorrt import TensorRTEngine
 
-    if threads is not None:
-        raise QuasarError(
-            f"threads is {threads}; engine 'tensorrt' has no use for it, its work is the GPU's: leave it out"
-        )
+    _refuse_threads("tensorrt", threads)
     return TensorRTEngine.from_dir(directory, ranks)
 
 
@@ -59,10 +63,7 @@ def _open_tensorrt_llm(
 ) -> Engine:
     from quasar_trt.engines.tensorrt_llm import TensorRTLLMEngine
 
-    if threads is not None:
-        raise QuasarError(
-            f"threads is {threads}; engine 'tensorrt_llm' has no use for it, its work is the GPU's: leave it out"
-        )
+    _refuse_threads("tensorrt_llm", threads)
     return TensorRTLLMEngine.from_dir(directory, ranks)
 
 
@@ -72,6 +73,7 @@ ENGINES = {
     "tensorrt": _open_tensorrt,
     "tensorrt_llm": _open_tensorrt_llm,
 }
+MOST_THREADS = 1024
 OF_SEVERAL_RANKS = ("cpu", "tensorrt", "tensorrt_llm")  # those that also take the ranks
 
 
@@ -109,8 +111,8 @@ def open_engine(
     directory = Path(directory)
     if engine != "auto" and engine not in ENGINES:
         raise unknown("engine", engine, ["auto", *ENGINES])
-    if threads is not None and threads < 1:
-        raise QuasarError(f"threads is {threads}; allowed: 1 or more")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise QuasarError(f"threads is {threads}; allowed: 1 to {MOST_THREADS}")
     manifest = Manifest.open(directory)
     if engine == "auto":
         engine = engine_of(manifest)

@@ -15,7 +15,8 @@ from quasar_trt.errors import QuasarError
 class CudaDevice:
     """An NVIDIA GPU, the current one by default. Raises QuasarError when there is none that torch can use.
 
-    index: of one among those that are seen, taken in turn. identity: as no other GPU has it. stream: the handle of the stream. sm: compute capability times ten. cache: bytes of its L2 cache.
+    index: of one among those that are seen, taken in turn. identity: as no other GPU has it. stream: the handle of the stream.
+    sm: compute capability times ten. cache: bytes of its L2 cache.
     """
 
     def __init__(self, index: int | None = None):

@@ -19,9 +19,14 @@ import torch
 from quasar_trt.checkpoint import Checkpoint, weight_bytes
 from quasar_trt.communicator import Communicator
 from quasar_trt.engines.cuda_device import CudaDevice
+from quasar_trt.engines.plan_bindings import PlanSizes
 from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Manifest
 from quasar_trt.tensorrt_llm_stack import LLM_DIRECTORY, LLM_TARGET, llm_release
+
+_LARGEST_SHARE = (
+    0.9  # of the memory that is free once the engine is loaded, for keys and values: the executor's own default
+)
 
 
 class ExecutorSession:
@@ -83,10 +88,14 @@ class ExecutorSession:
         draft tokens that do not fit into a block.
         """
         bindings = self.bindings
+        cache = bindings.KvCacheConfig(
+            enable_block_reuse=True,
+            max_tokens=self.limits.max_batch_size * PlanSizes(self.limits, 1).capacity,
+            # The smaller of the two counts. It alone would take all but a tenth, and no engine could open beside another.
+            free_gpu_memory_fraction=_LARGEST_SHARE,
+        )
         config = bindings.ExecutorConfig(
-            max_batch_size=self.limits.max_batch_size,
-            kv_cache_config=bindings.KvCacheConfig(enable_block_reuse=True),
-            gather_generation_logits=True,
+            max_batch_size=self.limits.max_batch_size, kv_cache_config=cache, gather_generation_logits=True
         )
         try:
             return bindings.Executor(self._directory, bindings.ModelType.DECODER_ONLY, config)

@@ -76,7 +76,7 @@ class _Sequence:
 class TensorRTLLMEngine(Engine):
     """See `Engine`. The passes of a batch run together: a long prompt holds up the tokens of its neighbours. To be started."""
 
-    cache_capacity = 0  # the executor takes what memory is free when it starts, so nobody can ask for less
+    cache_capacity = 0  # the executor takes its memory when it starts, so nobody can ask for less
 
     def __init__(self, session: ExecutorSession):
         limits = session.limits

@@ -9,11 +9,14 @@ import pytest
 from quasar_trt.builders.engine_dir import appearing_whole, check_output
 from quasar_trt.errors import QuasarError
 
+MANIFEST = '{"format_version": 1, "recipe": {}}'
+
 
 def old_engine(tmp_path) -> Path:
     out = tmp_path / "out"
     out.mkdir()
     (out / "rank0.engine").write_text("old")
+    (out / "config.json").write_text(MANIFEST)
     return out
 
 
@@ -86,6 +89,7 @@ def test_force_replaces_an_engine_or_an_empty_directory(tmp_path):
     for text in ("first", "second"):
         with appearing_whole(out, force=True) as directory:
             (directory / "rank0.engine").write_text(text)
+            (directory / "config.json").write_text(MANIFEST)
         assert (out / "rank0.engine").read_text() == text
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -98,6 +102,7 @@ def test_force_replaces_an_engine_or_an_empty_directory(tmp_path):
         ("link", "exists and is not a directory"),
         ("dangling link", "exists and is not a directory"),
         ("other directory", "is not an engine directory; --force replaces engine directories only"),
+        ("directory of engines", "is not an engine directory; --force replaces engine directories only"),
     ],
 )
 def test_other_outputs_are_refused_in_one_line(kind, message, tmp_path):
@@ -108,12 +113,22 @@ def test_other_outputs_are_refused_in_one_line(kind, message, tmp_path):
         out.write_text("precious")
     elif "link" in kind:
         out.symlink_to(tmp_path if kind == "link" else tmp_path / "nowhere")
+    elif kind == "directory of engines":
+        out.mkdir()
+        old_engine(out)
     else:
         out.mkdir()
         (out / "precious.txt").write_text("keep")
     with pytest.raises(QuasarError, match=message) as error:
         check_output(out, force=kind != "engine")
     assert "\n" not in str(error.value) and str(out) in str(error.value)
+
+
+@pytest.mark.parametrize("place", [".", "..", "/"])
+def test_the_working_directory_and_what_holds_it_are_never_replaced(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(old_engine(tmp_path))
+    with pytest.raises(QuasarError, match=r"is the working directory or holds it; choose another"):
+        check_output(Path(place), force=True)
 
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path):

@@ -295,6 +295,19 @@ def test_each_rank_has_a_plan_of_its_own_part(tmp_path, tensorrt, monkeypatch):
         assert any(np.array_equal(array, expected.ravel()) for array in same_size)
 
 
+def test_a_gpu_that_no_kernel_is_compiled_for_is_refused_before_the_model_is_read(
+    model_dir, tmp_path, tensorrt, monkeypatch
+):
+    monkeypatch.setattr(cuda_device, "CudaDevice", lambda: CpuDevice(sm=103))
+    monkeypatch.setattr(build_module, "open_source", lambda *args, **options: pytest.fail("the model was opened"))
+    said = refusal(model_dir, tmp_path, target="tensorrt", sm=(), recipe=Recipe(lm_head="bf16"))
+    assert said.startswith(
+        "this GPU is SM 103; plugins are compiled for 80, 86, 89, 90, 100, 120: use one of these, or static"
+    )
+    for recipe in (Recipe("none"), Recipe(static_activations=True, lm_head="bf16")):  # which need none
+        assert targets.check_target("tensorrt", recipe, 1, ()) == (103,)
+
+
 def test_target_tensorrt_is_refused_where_it_cannot_compile(model_dir, tmp_path, tensorrt, monkeypatch):
     options = {"target": "tensorrt", "recipe": Recipe(lm_head="bf16")}
     monkeypatch.setattr(cuda_device, "CudaDevice", lambda: CpuDevice(sm=90, free=1000))

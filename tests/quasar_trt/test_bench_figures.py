@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from quasar_trt.bench.figures import median, number, ratio_interval, spread
+from quasar_trt.bench.figures import median, number, ratio_interval, same_ids, spread
 from quasar_trt.tables import Alarm, FigureTable
 
 
@@ -19,6 +19,16 @@ def test_figures_as_text():
     assert median([1.0, 3.0, 2.0]) == "2.00x"
     assert spread([1.0]) == "1.00x"
     assert spread([90.2, 81.0, 85.4], ".0f", "%") == "85% (81..90)"
+
+
+@pytest.mark.parametrize(
+    ("drafter", "temperature", "stands_out"),
+    [(None, 1.0, True), ("suffix", 1.0, True), ("engine:int8", 0.0, True), ("engine:int8", 1.0, False)],
+)
+def test_other_ids_stand_out_where_a_drafter_keeps_them(drafter, temperature, stands_out):
+    some, all_ = (same_ids(equal, 4, drafter, temperature) for equal in (3, 4))
+    assert (some, isinstance(some, Alarm)) == ("3/4", stands_out)
+    assert (all_, isinstance(all_, Alarm)) == ("4/4", False)
 
 
 def test_interval_of_equal_ratios_is_the_ratio():

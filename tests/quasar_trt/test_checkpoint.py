@@ -157,6 +157,24 @@ def test_exclusions_that_cannot_act_are_refused(exclude, words):
             assert word in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("weight_only", "words"),
+    [
+        (
+            ("transformer.layers.3.mlp.proj",),
+            "weight_only 'transformer.layers.3.mlp.proj' is no linear; allowed: names from ",
+        ),
+        (
+            ("transformer.layers.1.mlp.gate",),
+            "weight_only has one of transformer.layers.1.mlp.fc and transformer.layers.1.mlp",
+        ),
+    ],
+)
+def test_weight_only_linears_that_cannot_be_are_refused(weight_only, words):
+    with pytest.raises(QuasarError, match=words):
+        checkpoint_spec(tiny_checkpoint(0)[0], Recipe(static_activations=True, weight_only=weight_only))
+
+
 def test_a_checkpoint_of_other_hadamard_blocks_is_refused(tmp_path):
     directory = write_engine_dir(tmp_path, *tiny_checkpoint(0, Recipe())) / "checkpoint"
     path = directory / "config.json"

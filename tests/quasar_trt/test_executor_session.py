@@ -66,7 +66,10 @@ def test_engine_that_trtllm_build_made_of_the_checkpoint_runs(host, engine_dir):
 def test_executor_reuses_blocks_gives_logits_and_shuts_down_with_the_engine(host, engine_dir):
     engine = open_engine(engine_dir)
     executor = engine._executor
-    assert executor.config.kv_cache_config.enable_block_reuse and executor.config.gather_generation_logits
+    cache, limits = executor.config.kv_cache_config, Manifest.open(engine_dir).limits
+    assert cache.enable_block_reuse and executor.config.gather_generation_logits
+    needed = limits.max_batch_size * (limits.max_seq_len + limits.max_draft_len)
+    assert needed < cache.max_tokens <= needed + 64 * limits.max_batch_size and cache.free_gpu_memory_fraction == 0.9
     assert executor.can_enqueue_requests()
     del engine
     assert not executor.can_enqueue_requests()

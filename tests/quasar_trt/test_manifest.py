@@ -89,5 +89,5 @@ def test_verify_tells_how_many_bytes_it_has_read(directory):
 
 @pytest.mark.parametrize("engine", ["auto", "cpu", "reference"])
 def test_fewer_than_one_thread_is_refused_for_every_engine(engine, engine_dirs):
-    with pytest.raises(QuasarError, match="threads is 0; allowed: 1 or more"):
+    with pytest.raises(QuasarError, match="threads is 0; allowed: 1 to 1024"):
         open_engine(engine_dirs["INT8"], engine, threads=0)

@@ -126,9 +126,13 @@ def test_an_engine_that_one_rank_cannot_open_is_refused_by_all(engine_dirs, prog
         (
             3,
             2,
-            "has tp_size 2, and this program runs on 3 ranks; start it as: mpirun -n 2 ...; or build with --tp-size 3",
+            "has tp_size 2, and this program runs on 3 ranks; start it as: mpirun -n 2 ...; or build it for another --tp-size",
         ),
-        (2, 1, "has tp_size 1, and this program runs on 2 ranks; start it without mpirun; or build with --tp-size 2"),
+        (
+            2,
+            1,
+            "has tp_size 1, and this program runs on 2 ranks; start it without mpirun; or build it for another --tp-size",
+        ),
     ],
 )
 def test_another_number_of_ranks_is_refused_in_one_line(engine_dirs, num_ranks, size, how):

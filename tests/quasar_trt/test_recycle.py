@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -13,6 +14,7 @@ from quasar_trt.drafters.base import NO_DRAFT, Draft, DraftRequest
 from quasar_trt.drafters.recycle import _PRIORS
 from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.drafters.tree import likeliest_tree
+from quasar_trt.errors import QuasarError
 from quasar_trt.runner import Runner
 from quasar_trt.sampling import Sampler
 from quasar_trt.sampling_params import SamplingParams
@@ -210,3 +212,13 @@ def test_a_request_that_is_not_drafted_is_not_read():
     while not generation.finished:
         runner.step()
     assert not any(drafter._adjacency.candidates(token) for token in range(6))
+
+
+def test_an_engine_that_gives_no_logits_is_refused():
+    engine = StubEngine(random_logits(5), 5)
+    engine.capabilities = dataclasses.replace(engine.capabilities, accepts_inside=True)
+    with pytest.raises(
+        QuasarError, match="RecycleDrafter learns from the verifier's logits, and StubEngine samples by"
+    ):
+        Runner(engine, drafter=make_drafter("recycle"))
+    Runner(engine, drafter=make_drafter("suffix"))
