@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 10.0  # for request line and headers
-STALL_SECONDS = 30.0  # for a client to read on, once the buffers are full
+STALL_SECONDS = 30.0  # in which a client reads at least `_LEAST_READ` on, once the buffers are full
+_LEAST_READ = 2**15  # bytes
 
 
 class _Alarm:
@@ -47,11 +49,23 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall.set(STALL_SECONDS, self.transport.abort)
+        self._await_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stall.clear()
+
+    def _await_reading(self) -> None:
+        size = self.transport.get_write_buffer_size()
+        self._stall.set(STALL_SECONDS, partial(self._check_reading, size))
+
+    def _check_reading(self, size: int) -> None:
+        """Nothing is written meanwhile, so the buffer shrinks by what the client has read."""
+        self._stall.clear()
+        if size - self.transport.get_write_buffer_size() < _LEAST_READ:
+            self.transport.abort()
+        else:
+            self._await_reading()
 
     def timeout_keep_alive_handler(self) -> None:
         if self.transport.get_write_buffer_size():

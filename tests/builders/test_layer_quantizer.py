@@ -68,7 +68,11 @@ def written(source: Converter, recipe: Recipe, directory, tp_size: int = 1):
     assert steps == [1] * source.config.num_hidden_layers
     checkpoint = Checkpoint.open(directory)
     assert (checkpoint.config, checkpoint.recipe, checkpoint.tp_size) == (source.config, recipe, tp_size)
-    assert [path.stat().st_size for path in checkpoint.paths] == [record.size for record in records.values()]
+    basis = ["basis.safetensors"] if recipe.rotate and tp_size == 1 else []
+    files = [*[f"checkpoint/{path.name}" for path in checkpoint.paths], *basis]
+    assert {name: record.size for name, record in records.items()} == {
+        name: (directory.parent / name).stat().st_size for name in files
+    }
     spec = checkpoint_spec(rank_config(source.config, tp_size), recipe)
     assert all(read_header(path)[0] == spec for path in checkpoint.paths)
     return [load_tensors(path) for path in checkpoint.paths], quantizer

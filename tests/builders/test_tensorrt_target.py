@@ -74,7 +74,8 @@ def test_the_directory_holds_a_plan_for_each_gpu(engine_dir):
     assert manifest.target == "tensorrt-rtx"
     assert manifest.plan == Plan("tensorrt-rtx", "1.7.1.116", (80, 89), "weight_only", 64)
     assert manifest.limits == LIMITS
-    assert set(manifest.files) == {"checkpoint/rank0.safetensors", "rank0.sm80.engine", "rank0.sm89.engine"}
+    weights = {"basis.safetensors", "checkpoint/rank0.safetensors"}
+    assert set(manifest.files) == weights | {"rank0.sm80.engine", "rank0.sm89.engine"}
     assert manifest.files["rank0.sm80.engine"] != manifest.files["rank0.sm89.engine"]
     assert Checkpoint.open(engine_dir / "checkpoint").recipe == Recipe(activations=16, lm_head="bf16")
 

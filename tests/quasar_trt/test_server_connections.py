@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 
@@ -148,6 +149,24 @@ def test_slow_reader_holds_up_nobody_and_is_cut_off(monkeypatch):
         eventually(lambda: runner.load.num_running == 0, 30)
         assert runner.stats.num_emitted_tokens < 99_000 and not runner.engine.caches
         client.close()
+
+
+def test_slow_reader_that_reads_on_gets_a_long_answer_whole(monkeypatch):
+    monkeypatch.setattr(connection_module, "STALL_SECONDS", 2)
+    with ServerThread(make_runner(), ByteTokenizer(), max_body_bytes=10_000_000) as server:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+        client.settimeout(30)
+        client.connect((server.host, server.port))
+        client.sendall(post("/tokenize", {"prompt": "a" * 3_000_000}))
+        data = b""
+        while not data.endswith(b"}"):
+            part = client.recv(2**16)
+            assert part
+            data += part
+            time.sleep(0.02)
+        client.close()
+        assert data.count(b"97") > 3_000_000 - 10 and answers(server)
 
 
 def test_head_that_does_not_come_to_its_end_is_cut_off(monkeypatch):
