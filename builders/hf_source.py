@@ -14,10 +14,10 @@ from quasar_trt.builders.tokenizer_files import (
     eos_ids,
     has_tokenizer,
     one_line,
-    read_json,
     write_generation_config,
 )
 from quasar_trt.errors import QuasarError
+from quasar_trt.json_file import read_json
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.tensorfile import read_header
 

@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 
 from quasar_trt.builders.sentencepiece_tokenizer import add_ends, read_tokenizer_model
 from quasar_trt.errors import QuasarError
+from quasar_trt.json_file import read_json
 from quasar_trt.model_config import whole_number
 
 # Any fast tokenizer can be loaded as this class, by every release of transformers: tokenizer.json holds all of it.
@@ -20,19 +21,6 @@ _CONVERTIBLE = ("tokenizer.model", "vocab.json")
 _DROPPED = ("auto_map", "tokenizer_class")
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-
-
-def read_json(path: Path) -> dict:
-    """The file's object. Raises QuasarError naming the file when it cannot be read or is no JSON object."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise QuasarError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise QuasarError(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise QuasarError(f"{path} must hold a JSON object, found {type(values).__name__}")
-    return values
 
 
 def write_json(path: Path, values: dict) -> None:

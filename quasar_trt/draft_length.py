@@ -7,8 +7,7 @@ from itertools import accumulate
 
 from quasar_trt.drafters.base import Draft
 from quasar_trt.step_cost import StepCost
-
-_TRIAL_SHARE = 0.005  # of the time that passes take, for drafts that do not seem to pay
+from quasar_trt.trials import Trials
 
 
 class DraftLengths:
@@ -30,7 +29,7 @@ class DraftLengths:
 
     def __init__(self, cost: StepCost | None):
         self._cost = cost
-        self._trial_seconds = 0.0  # that may be spent on trials now
+        self._trials = Trials()
         self._num_trials = 0
 
     def choose(
@@ -80,9 +79,7 @@ class DraftLengths:
         seconds = self._cost.seconds(num_rows)
         count = 1 + self._num_trials % most
         extra = self._cost.seconds(num_rows + count) - seconds
-        self._trial_seconds = min(self._trial_seconds + _TRIAL_SHARE * seconds, extra)
-        if self._trial_seconds < extra:
+        if not self._trials.allow(seconds, extra):
             return 0
-        self._trial_seconds = 0.0
         self._num_trials += 1
         return count

@@ -9,8 +9,7 @@ from operator import mul
 from quasar_trt.drafters.agreement import Agreement
 from quasar_trt.drafters.engine_block import Block
 from quasar_trt.step_cost import StepCost
-
-_TRIAL_SHARE = 0.005  # of the time that the verifier's passes take, for drafting passes that do not seem to pay
+from quasar_trt.trials import Trials
 
 
 class BlockLengths:
@@ -33,7 +32,7 @@ class BlockLengths:
         self.seconds = 0.0
         self._verifier = verifier
         self._drafting = drafting
-        self._trial_seconds = 0.0
+        self._trials = Trials()  # of drafting passes, for a share of the verifier's time
         self._level = verifier.level  # that the drafting engine's has followed
         drafting.level *= ratio * verifier.seconds(1) / drafting.seconds(1)
 
@@ -72,12 +71,7 @@ class BlockLengths:
     def _is_tried(self, num_requests: int, num_pending: int) -> bool:
         if self.seconds:
             return False
-        extra = self._drafting.seconds(num_pending)
-        self._trial_seconds = min(self._trial_seconds + _TRIAL_SHARE * self._verifier.seconds(num_requests), extra)
-        if self._trial_seconds < extra:
-            return False
-        self._trial_seconds = 0.0
-        return True
+        return self._trials.allow(self._verifier.seconds(num_requests), self._drafting.seconds(num_pending))
 
 
 def _chances(block: Block, agreement: Agreement) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError
+from quasar_trt.json_file import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,16 +19,7 @@ WEIGHT_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safete
 
 def read_config(directory: Path) -> dict:
     """config.json of a head. Raises QuasarError."""
-    path = directory / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise QuasarError(f"cannot read {path}: {error.strerror}; a head has config.json and weights") from None
-    except ValueError as error:
-        raise QuasarError(f"{path} is not JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise QuasarError(f"{path} is {values!r}; it must be an object")
-    return values
+    return read_json(directory / "config.json", "a head has config.json and weights")
 
 
 def read_weights(directory: Path) -> tuple[dict[str, Tensor], Path]:

@@ -6,6 +6,7 @@ Ranges are not repeated here: `SamplingParams` checks them. The limits that are 
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -109,9 +110,9 @@ class Sampling(Body):
         return self
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """Most probable tokens that are asked for at each position."""
-        raise NotImplementedError
 
     def sampling_params(self, **defaults: object) -> SamplingParams:
         """What is given, over `defaults`. Raises QuasarError for a value that is not allowed."""

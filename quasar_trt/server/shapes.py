@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from quasar_trt.server.protocol import ChatRequest, CompletionRequest
 Choice = dict[str, object]
 
 
-class Shape:
+class Shape(ABC):
     """Makes choices of outputs.
 
     prompts: the ids of each; request: what was asked.
@@ -67,11 +68,13 @@ class Shape:
     def _num_each(self) -> int:
         return self._request.n or 1
 
+    @abstractmethod
     def _content(self, prompt: int, output, streams: bool, begins: bool) -> Choice:
-        raise NotImplementedError
+        """What of a choice is text."""
 
+    @abstractmethod
     def _logprobs(self, prompt: int, output) -> dict[str, object]:
-        raise NotImplementedError
+        """Those of an output that has them."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import pytest
 from stubs import StubDrafter, StubEngine, perfect_rule, random_logits
 from tiny import random_ids, tiny_checkpoint
 
-from quasar_trt import draft_length
 from quasar_trt.builders.cpu_target import compile_cpu
 from quasar_trt.draft_length import DraftLengths
 from quasar_trt.drafters.base import NO_DRAFT, Draft, DraftRequest
@@ -41,7 +40,7 @@ def expected_tokens(drafts, lengths) -> float:
 
 @pytest.fixture
 def no_trials(monkeypatch):
-    monkeypatch.setattr(draft_length, "_TRIAL_SHARE", 0.0)
+    monkeypatch.setattr("quasar_trt.trials._SHARE", 0.0)
 
 
 @pytest.mark.parametrize("num_requests", [1, 2, 3])

@@ -71,7 +71,7 @@ def subtrees(draft: Draft):
 
 def test_the_best_subtree_is_chosen(monkeypatch):
     """100 random trees and tables of costs; every subtree within the free rows is tried."""
-    monkeypatch.setattr("quasar_trt.draft_length._TRIAL_SHARE", 0.0)
+    monkeypatch.setattr("quasar_trt.trials._SHARE", 0.0)
     generator = np.random.default_rng(0)
     kinds = set()
     for _ in range(100):
