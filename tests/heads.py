@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -15,10 +17,14 @@ from quasar_trt.drafters.base import NO_DRAFT, Draft, Drafter, DraftRequest
 from quasar_trt.model_config import ModelConfig
 
 
-def _random(shape: Sequence[int], generator: torch.Generator, spread: float = 1.5) -> Tensor:
-    """BF16 values, so that nothing is lost where they are stored so."""
+def _random(shape: Sequence[int], generator: torch.Generator, spread: float = 1.0) -> Tensor:
+    """Values that BF16 and INT8 with a scale for each row hold, so that nothing is lost where they are stored so."""
     weight = torch.randn(*shape, generator=generator) * spread / shape[-1] ** 0.5
-    return weight.bfloat16().float()
+    step = 2.0 ** (weight.abs().amax(-1, keepdim=True) / 127).log2().ceil()
+    codes = (weight / step).round()
+    # A scale is the largest value of its row over 127.
+    codes.scatter_(-1, weight.abs().argmax(-1, keepdim=True), 127.0)
+    return codes * step
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -186,34 +192,42 @@ class PlainEagle:
         product = torch.complex(first, second) * turned
         return torch.cat([product.real, product.imag], dim=-1)
 
-    def tree(self, context: Sequence[int], states: Tensor, depth: int, width: int, limit: int) -> Draft:
-        """EAGLE-2's tree, every path computed from the beginning of the text."""
-        known = self.first_features(states)
-        nodes: list[tuple[float, tuple[int, ...]]] = []  # the joint probability of a path
+    def after(self, context: Sequence[int], states: Tensor, path: Sequence[int]) -> Tensor:
+        """The distribution [vocab] behind a path, computed from the beginning of the text."""
+        before, tokens = self.first_features(states), list(context[1:])
+        for token in path:  # the head's own features take the place of the verifier's
+            before = torch.cat([before, self.features(tokens, before)[-1:]])
+            tokens.append(token)
+        return self.head(self.features(tokens, before)[-1:])[0].softmax(0)
+
+    def joint(self, context: Sequence[int], states: Tensor, path: Sequence[int]) -> float:
+        """The probability of a path."""
+        found = [float(self.after(context, states, path[:i])[token]) for i, token in enumerate(path)]
+        return math.prod(found)
+
+    def likeliest(self, context: Sequence[int], states: Tensor, depth: int, width: int, limit: int) -> list[float]:
+        """Of EAGLE-2's tree the probabilities of its paths."""
+        nodes: list[float] = []
         beam: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
         for _ in range(min(depth, limit)):
             level = []
             for joint, path in beam:
-                before, tokens = known, list(context[1:])
-                for token in path:  # the head's own features take the place of the verifier's
-                    before = torch.cat([before, self.features(tokens, before)[-1:]])
-                    tokens.append(token)
-                logits = self.head(self.features(tokens, before)[-1:])[0]
-                best = logits.softmax(0).topk(width)
+                best = self.after(context, states, path).topk(width)
                 level += [
                     (joint * p, (*path, token))
                     for p, token in zip(best.values.tolist(), best.indices.tolist(), strict=True)
                 ]
-            nodes += level
+            nodes += [joint for joint, _ in level]
             beam = sorted(level, key=lambda node: -node[0])[:width]
-        return as_tree(nodes, limit)
+        return sorted(nodes, reverse=True)[:limit]
 
 
-def as_tree(nodes: Sequence[tuple[float, tuple[int, ...]]], limit: int) -> Draft:
-    """The likeliest paths as a draft."""
-    best = sorted(nodes, key=lambda node: (-node[0], len(node[1])))[:limit]
-    places = {path: place for place, (_, path) in enumerate(best)} | {(): -1}
-    return Draft(tuple(path[-1] for _, path in best), tuple(places[path[:-1]] for _, path in best))
+def paths(draft: Draft) -> list[tuple[int, ...]]:
+    """The path to each token of a draft."""
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(draft.ids, draft.parents, strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return found
 
 
 def _another(token: int) -> int:
@@ -223,7 +237,7 @@ def _another(token: int) -> int:
 class Watched(Drafter):
     """Another drafter, what it reads and proposes noted; every second draft is replaced by a tree that holds three right tokens.
 
-    answers: prompt -> ids that plain decoding emits. states: request -> position -> state; proposals: (ids of the context, limit, draft,
+    answers: prompt -> ids that plain decoding emits. states: request -> position -> state in the source's basis; proposals: (ids of the context, limit, draft,
     states so far).
     """
 
@@ -239,6 +253,8 @@ class Watched(Drafter):
     def attach(self, engine, step_cost, tokenizer):
         self.drafter.attach(engine, step_cost, tokenizer)
         self.hidden_layers = self.drafter.hidden_layers
+        last = engine.config.num_hidden_layers
+        self._turns = [engine.source_basis.to_source(behind_norm=layer == last) for layer in self.hidden_layers]
 
     def start(self, request_id, context):
         self.contexts[request_id], self._prompts[request_id] = context, tuple(context)
@@ -266,7 +282,8 @@ class Watched(Drafter):
 
     def read_states(self, request_id, position, states):
         for place, state in enumerate(states, position):
-            self.states[request_id][place] = torch.from_numpy(state.copy())
+            turned = [x if turn is None else turn @ x for x, turn in zip(state, self._turns, strict=True)]
+            self.states[request_id][place] = torch.from_numpy(np.stack(turned))
         self.drafter.read_states(request_id, position, states)
 
     def observe(self, request_id, emitted, num_accepted_tokens):

@@ -81,6 +81,9 @@ class PyCollectives : public Collectives {
 
 class PyDecoder {
  public:
+  // Of each part its sequence, rows, rows with logits and the parents of its last rows, as Part has them.
+  using Parts = std::vector<std::tuple<int, int, int, std::vector<int>>>;
+
   // `tensors`: packed arrays by name (kept alive here), with "rope.cos" and "rope.sin" [max_seq_len, head / 2] among them.
   // `shape`: sizes, the bits of the layers' activations, and the columns of the Hadamard blocks by name of a linear.
   // `collectives`: those of several ranks, see PyCollectives, or none.
@@ -90,7 +93,7 @@ class PyDecoder {
     const auto number = [&](const char* name) { return py::cast<int>(shape[name]); };
     shape_ = {number("layers"), number("hidden"), number("intermediate"), number("heads"), number("kv_heads"), number("head"),
               number("vocab"), py::cast<float>(shape["norm_epsilon"]), number("rescored"), number("max_rows"), number("max_seq_len"),
-              number("rank"), number("ranks"), number("vocab_share")};
+              number("rank"), number("ranks"), number("vocab_share"), number("attention_inputs")};
     const Input codes = number("activations") == 16 ? Input::kCodes16 : Input::kCodes8;
     const auto blocks = py::cast<std::map<std::string, int>>(shape["hadamard_blocks"]);
     DecoderWeights weights;
@@ -110,7 +113,7 @@ class PyDecoder {
                                 pointer<float>(tensors_, prefix + "post_layernorm.weight"),
                                 pointer<float>(tensors_, prefix + "attention.q_layernorm.weight"),
                                 pointer<float>(tensors_, prefix + "attention.k_layernorm.weight"),
-                                linear("attention.qkv", shape_.hidden),
+                                linear("attention.qkv", shape_.attention_inputs ? shape_.attention_inputs : shape_.hidden),
                                 linear("attention.dense", shape_.heads * shape_.head),
                                 linear("mlp.fc_gate", shape_.hidden),
                                 linear("mlp.proj", shape_.intermediate)});
@@ -120,13 +123,12 @@ class PyDecoder {
   }
 
   // Logits [sum of logit_rows, vocab] float32, a read-only view that the next step overwrites; no rows on ranks but the first.
-  py::array step(const std::vector<std::tuple<int, int, int, std::vector<int>>>& parts, const Array<int32_t>& tokens) {
-    std::vector<Part> batch;
+  py::array step(const Parts& parts, const Array<int32_t>& tokens) {
+    const std::vector<Part> batch = batch_of(parts);
     int rows = 0, logit_rows = 0;
-    for (const auto& [sequence, count, wanted, parents] : parts) {
-      batch.push_back({sequence, count, wanted, parents});
-      rows += count;
-      logit_rows += wanted;
+    for (const Part& part : batch) {
+      rows += part.rows;
+      logit_rows += part.logit_rows;
     }
     if (rows != tokens.size()) throw std::invalid_argument("the parts' rows do not add up to the tokens given");
     std::shared_ptr<const float> logits;
@@ -144,6 +146,21 @@ class PyDecoder {
     return view;
   }
 
+  // Rows [rows, padded columns] float32 in place of tokens, see GivenRows. Returns the residual stream behind the last layer, a copy
+  // [rows, hidden]. Sizes are trusted.
+  Array<float> step_rows(const Parts& parts, const Array<float>& residual, const Array<float>& attention_input) {
+    const std::vector<Part> batch = batch_of(parts);
+    const float* found;
+    {
+      py::gil_scoped_release release;
+      found = decoder_->step(batch, GivenRows{residual.data(), attention_input.data()});
+    }
+    Array<float> rows({residual.shape(0), static_cast<py::ssize_t>(shape_.hidden)});
+    for (py::ssize_t row = 0; row < rows.shape(0); ++row)
+      std::copy_n(found + row * padded(shape_.hidden), shape_.hidden, rows.mutable_data(row, 0));
+    return rows;
+  }
+
   void keep_states(std::vector<int> layers) { decoder_->keep_states(std::move(layers)); }
 
   // Float32 [rows, kept layers, hidden], a copy.
@@ -159,6 +176,12 @@ class PyDecoder {
   const Decoder& decoder() const { return *decoder_; }
 
  private:
+  static std::vector<Part> batch_of(const Parts& parts) {
+    std::vector<Part> batch;
+    for (const auto& [sequence, count, wanted, parents] : parts) batch.push_back({sequence, count, wanted, parents});
+    return batch;
+  }
+
   py::dict tensors_;
   std::shared_ptr<ThreadPool> pool_;
   DecoderShape shape_;
@@ -260,6 +283,7 @@ PYBIND11_MODULE(_native, m) {
   py::class_<PyDecoder>(m, "Decoder")
       .def(py::init<const py::dict&, py::dict, std::shared_ptr<ThreadPool>, const std::string&, const std::optional<py::dict>&>())
       .def("step", &PyDecoder::step)
+      .def("step_rows", &PyDecoder::step_rows)
       .def("keep_states", &PyDecoder::keep_states)
       .def("states", &PyDecoder::states)
       .def("open", [](PyDecoder& d) { return d.cache().open(); })

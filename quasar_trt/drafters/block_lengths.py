@@ -7,38 +7,29 @@ from itertools import accumulate
 from operator import mul
 
 from quasar_trt.drafters.agreement import Agreement
+from quasar_trt.drafters.drafting_passes import DraftingPasses
 from quasar_trt.drafters.engine_block import Block
 from quasar_trt.step_cost import StepCost
-from quasar_trt.trials import Trials
 
 
-class BlockLengths:
+class BlockLengths(DraftingPasses):
     """Decides before each pass of the drafting engine whether that pass is worth its time.
 
-    A step makes blocks and verifies them; what counts is the tokens it is expected to emit per second, the seconds of its
-    drafting passes included. They are compared for what there is now and for one pass more. Behind its block every draft
-    goes on with its tail, the tokens that cost nothing but the verifier's rows; a tail as good as this one is expected behind
-    a longer block too.
-
-    A pass is tried now and then though it does not seem to pay, lest a drafting engine that once agreed little is never
-    asked again; this takes at most 0.5 % of the time.
+    Behind its block every draft goes on with its tail, the tokens that cost nothing but the verifier's rows; a tail as good as
+    this one is expected behind a longer block too.
 
     ratio: seconds of a drafting pass of one row over those of the verifier. What raises or lowers the level of the verifier's
         costs is taken to do the same to those of the drafting engine, which may not have been asked for a while.
-    seconds: of the drafting passes of this step so far.
     """
 
     def __init__(self, verifier: StepCost, drafting: StepCost, ratio: float):
-        self.seconds = 0.0
-        self._verifier = verifier
+        super().__init__(verifier)
         self._drafting = drafting
-        self._trials = Trials()  # of drafting passes, for a share of the verifier's time
         self._level = verifier.level  # that the drafting engine's has followed
         drafting.level *= ratio * verifier.seconds(1) / drafting.seconds(1)
 
     def begin(self) -> None:
-        """A step begins."""
-        self.seconds = 0.0
+        super().begin()
         self._drafting.level *= self._verifier.level / self._level
         self._level = self._verifier.level
 
@@ -51,27 +42,7 @@ class BlockLengths:
         now = [_chances(block, agreement) for block in blocks]
         longer = [_later_chances(block, agreement) if block.goes_on else _chances(block, agreement) for block in blocks]
         cost = self._drafting.seconds(sum(1 + block.num_tested for block in going))
-        pays = self._rate(longer, cost) > self._rate(now, 0.0)
-        if pays or self._is_tried(len(blocks), sum(block.num_pending for block in going)):
-            self.seconds += cost
-            return True
-        return False
-
-    def _rate(self, chances: Sequence[Sequence[float]], seconds: float) -> float:
-        """Tokens per second of a step whose draft tokens have these chances, when the best of them are verified."""
-        expected = count = len(chances)
-        seconds += self.seconds
-        best = expected / (seconds + self._verifier.seconds(count))
-        for chance in sorted((each for draft in chances for each in draft), reverse=True):
-            count += 1
-            expected += chance
-            best = max(best, expected / (seconds + self._verifier.seconds(count)))
-        return best
-
-    def _is_tried(self, num_requests: int, num_pending: int) -> bool:
-        if self.seconds:
-            return False
-        return self._trials.allow(self._verifier.seconds(num_requests), self._drafting.seconds(num_pending))
+        return self.is_worth(now, longer, cost, self._drafting.seconds(sum(block.num_pending for block in going)))
 
 
 def _chances(block: Block, agreement: Agreement) -> list[float]:

@@ -1,4 +1,4 @@
-"""The most probable ids of rows of logits, and how often ids of such a probability are accepted."""
+"""The most probable ids of rows of logits, and how often ids of such a probability, or of such a rank, are accepted."""
 
 from __future__ import annotations
 
@@ -31,3 +31,23 @@ class ConfidenceEstimates:
     def count(self, probability: float, right: bool) -> None:
         """A token of this probability was right, or not, given that those before it were."""
         self._estimates.count(np.searchsorted(_BORDERS, probability), right)
+
+
+# Of the first guess for a place, the second and so on.
+_RANK_PRIORS = (0.5, 0.12, 0.06, 0.03)
+
+
+class RankEstimates:
+    """Estimates of acceptance by a guess's depth in the draft and its rank there, for guesses that are not made yet."""
+
+    def __init__(self, num_depths: int, num_ranks: int):
+        self._num_ranks = num_ranks
+        priors = [_RANK_PRIORS[min(rank, len(_RANK_PRIORS) - 1)] for rank in range(num_ranks)]
+        self._estimates = AcceptanceEstimates(num_depths * priors)
+
+    def of(self, depth: int, rank: int) -> float:
+        return self._estimates.of[depth * self._num_ranks + rank]
+
+    def count(self, depth: int, rank: int, right: bool) -> None:
+        """A guess of this depth and rank was right, or not, given that those before it were."""
+        self._estimates.count(depth * self._num_ranks + rank, right)

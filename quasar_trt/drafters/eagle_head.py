@@ -8,13 +8,15 @@ states from between the layers, and has a head of its own over a part of the voc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quasar_trt.drafters.draft_linear import DraftLinear, rms_norm
-from quasar_trt.drafters.eagle_layer import EagleLayer, TextRows
+from quasar_trt.drafters.draft_linear import DraftLinears, rms_norm
+from quasar_trt.drafters.eagle_layer import LayerPart, LayerWeights, NativeEagleLayer
+from quasar_trt.drafters.eagle_layer_plain import PlainEagleLayer
 from quasar_trt.drafters.head_files import check_shapes, read_config, read_weights
 from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError
@@ -31,11 +33,14 @@ _LEAST_LAYERS = 7  # for three different states
 class EagleHead:
     """The head in `directory` for an engine's model.
 
-    hidden_layers: the states that it reads, as `Engine.keep_hidden_states` has them.
+    max_tree: rows behind a text. hidden_layers: the states that it reads, as `Engine.keep_hidden_states` has them. layer: its
+    decoder layer, where texts are opened and closed.
     Raises QuasarError for another model's head, and for files that are no head.
     """
 
-    def __init__(self, directory: Path, engine: Engine, max_positions: int, pool: object | None):
+    def __init__(self, directory: Path, engine: Engine, max_tree: int, linears: DraftLinears):
+        import torch
+
         values = read_config(directory)
         where = directory / "config.json"
         self.config = config = _head_config(values, where)
@@ -69,35 +74,52 @@ class EagleHead:
             )
         check_shapes(tensors, expected, optional, path)
         self._embedding = tensors.get(_EMBEDDING)
-        self._fc = DraftLinear(tensors["fc.weight"], tensors.get("fc.bias"), pool)
-        self._layer = EagleLayer(config, tensors, prefix, max_positions, pool)
+        # What reads states or embeddings of the engine reads them in its basis.
+        basis = engine.source_basis.to_source()
+        embedding_basis = basis if self._embedding is None else None
+        weights = LayerWeights.of(tensors, prefix)
+        fc, size = tensors["fc.weight"].float(), config.hidden_size
         if self._third:
-            self._norms = [
-                float32_of(tensors[f"{name}.weight"])
+            fc = torch.cat([_folded(part, basis) for part in fc.chunk(3, dim=1)], dim=1)
+            norms = [
+                tensors[f"{name}.weight"].float()
                 for name in ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm")
             ]
-            self._head = DraftLinear(tensors["lm_head.weight"], None, pool)
+            # RMSNorm comes before a rotation or behind it, its weight does not.
+            own, rest = weights.qkv[:, :size] * norms[0], weights.qkv[:, size:]
+            weights = replace(weights, qkv=torch.cat([_folded(own, embedding_basis), rest], dim=1))
+            self._norms = [float32_of(norm) for norm in norms[1:]]
+            self._head = linears(tensors["lm_head.weight"])
             self._ids = _draft_ids(tensors, config.vocab_size, path)
+        else:
+            fc = torch.cat([_folded(fc[:, :size], embedding_basis), fc[:, size:]], dim=1)
+            turns = engine.source_basis.to_source(behind_norm=True), engine.source_basis.for_head()
+            self._to_source, self._for_head = (None if turn is None else linears(torch.tensor(turn)) for turn in turns)
+        self._fc = linears(fc, tensors.get("fc.bias"))
+        layer = NativeEagleLayer if linears.pool else PlainEagleLayer
+        self.layer = layer(config, weights, engine.max_seq_len, max_tree, linears)
 
     def features(self, states: np.ndarray) -> np.ndarray:
-        """What goes on from the verifier's states [rows, places of hidden_layers, hidden_size]: [rows, hidden_size of the head]."""
-        return self._fc(states.reshape(len(states), -1)) if self._third else states[:, 0]
+        """What goes on from the engine's states [rows, places of hidden_layers, hidden_size]: [rows, hidden_size of the head]."""
+        if self._third:
+            return self._fc(states.reshape(len(states), -1))
+        return self._to_source(states[:, 0]) if self._to_source else states[:, 0]
 
-    def __call__(self, tokens: Sequence[int], features: np.ndarray, texts: Sequence[TextRows]) -> np.ndarray:
-        """The features after those of the rows: `features` [rows, hidden_size] lie before `tokens`, text by text."""
+    def __call__(self, tokens: Sequence[int], features: np.ndarray, parts: Sequence[LayerPart]) -> np.ndarray:
+        """The features after those of the rows: `features` [rows, hidden_size] lie before `tokens`, part by part."""
         embedded = self._embed(tokens)
         if not self._third:
             x = self._fc(np.concatenate([embedded, features], axis=1))
-            return self._layer(x, x, texts)
+            return self.layer(parts, x, x)
         epsilon = self.config.norm_epsilon
-        normed = rms_norm(embedded, self._norms[0], epsilon), rms_norm(features, self._norms[1], epsilon)
-        return self._layer(np.concatenate(normed, axis=1), features, texts)
+        normed = rms_norm(embedded, 1.0, epsilon), rms_norm(features, self._norms[0], epsilon)
+        return self.layer(parts, np.concatenate(normed, axis=1), features)
 
     def logits(self, features: np.ndarray) -> np.ndarray:
         """[rows, hidden_size] -> [rows, ids that it can draft] float32."""
-        if not self._third:
-            return self._engine.head_logits(features)
-        return self._head(rms_norm(features, self._norms[2], self.config.norm_epsilon))
+        if self._third:
+            return self._head(rms_norm(features, self._norms[1], self.config.norm_epsilon))
+        return self._engine.head_logits(self._for_head(features) if self._for_head else features)
 
     def token_ids(self, ids: np.ndarray) -> np.ndarray:
         """The model's ids of those that `logits` counts."""
@@ -107,6 +129,13 @@ class EagleHead:
         if self._embedding is None:
             return self._engine.embeddings(tokens)
         return float32_of(self._embedding[list(tokens)])
+
+
+def _folded(weight: Tensor, basis: np.ndarray | None) -> Tensor:
+    """A weight [out, hidden_size] for the engine's basis, see `SourceBasis.to_source`."""
+    import torch
+
+    return weight if basis is None else weight @ torch.tensor(basis)
 
 
 def _head_config(values: dict, where: Path) -> ModelConfig:

@@ -1,118 +1,150 @@
-"""The decoder layer of an EAGLE head, and what it remembers of a text."""
+"""The decoder layer of an EAGLE head, and what it remembers of texts: the interface, and the layer by the native decoder."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quasar_trt.drafters.draft_linear import DraftLinear, rms_norm, silu
+from quasar_trt.drafters.draft_linear import DraftLinears
 from quasar_trt.model_config import ModelConfig
+from quasar_trt.plugins import native
+from quasar_trt.plugins.packing import interleave, pack_vector, pack_weight
 from quasar_trt.rope import rope_tables
+from quasar_trt.tensorfile import float32_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-class LayerCache:
-    """Keys and values of one text, float32 [length, kv heads, head_size]; rows beyond the length are overwritten."""
-
-    def __init__(self, config: ModelConfig):
-        self.length = 0
-        self._rows = np.empty((2, 0, config.num_key_value_heads, config.head_size), np.float32)
-
-    def extend(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Appends rows and returns all keys and values."""
-        end = self.length + len(keys)
-        if end > self._rows.shape[1]:
-            grown = np.empty((2, max(end, 2 * self._rows.shape[1]), *self._rows.shape[2:]), np.float32)
-            grown[:, : self.length] = self._rows[:, : self.length]
-            self._rows = grown
-        self._rows[:, self.length : end] = keys, values
-        self.length = end
-        return self._rows[0, :end], self._rows[1, :end]
-
-    def truncate(self, length: int) -> None:
-        """Forgets all rows but the first `length`."""
-        self.length = length
+_MAX_ROWS = 256
 
 
 @dataclass(frozen=True)
-class TextRows:
+class LayerPart:
     """One text's rows of a pass, behind those in its cache.
 
-    positions: of each row, for RoPE. visible: [rows, length of the cache with them] bool, what each row sees; None for all up to
-    itself.
+    parents: where they are a tree, each one's parent among them, -1 for the last row in the cache; else each row sees all before.
     """
 
-    cache: LayerCache
-    positions: Sequence[int]
-    visible: np.ndarray | None = None
+    text: int
+    num_rows: int
+    parents: Sequence[int] = ()
 
 
-class EagleLayer:
-    """Attention and MLP of the head's one decoder layer.
+class EagleLayer(ABC):
+    """Attention and MLP of the head's one decoder layer, for texts of up to `max_seq_len` rows and trees of up to `max_tree` behind them.
 
-    tensors: a Llama layer's, by names below `prefix`, but for the norms before the attention, which are the head's own.
-    max_positions: beyond which no row lies.
+    max_rows: of a pass.
     """
 
-    def __init__(
-        self, config: ModelConfig, tensors: Mapping[str, Tensor], prefix: str, max_positions: int, pool: object | None
-    ):
+    def __init__(self, max_tree: int):
+        self.max_rows = max(_MAX_ROWS, max_tree)
+
+    @abstractmethod
+    def open(self) -> int:
+        """A new text, of which nothing is known."""
+
+    @abstractmethod
+    def close(self, text: int) -> None:
+        """Frees its cache."""
+
+    @abstractmethod
+    def truncate(self, text: int, length: int) -> None:
+        """Forgets all rows but the first `length`."""
+
+    @abstractmethod
+    def __call__(self, parts: Sequence[LayerPart], x: np.ndarray, residual: np.ndarray) -> np.ndarray:
+        """x [rows, inputs of q, k and v] and residual [rows, hidden_size] float32, part by part, at most max_rows -> [rows, hidden_size];
+        the caches grow by their rows."""
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Of a Llama layer without the norms before its attention, which are the head's own; float tensors [out, in]."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    dense: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    norm: Tensor
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], prefix: str) -> LayerWeights:
+        """tensors: by the names of a Llama layer below `prefix`."""
         import torch
 
-        def linear(*names: str) -> DraftLinear:
-            weights = [tensors[f"{prefix}{name}.weight"] for name in names]
-            biases = [tensors.get(f"{prefix}{name}.bias") for name in names]
-            bias = None
-            if any(each is not None for each in biases):
-                pairs = zip(weights, biases, strict=True)
-                bias = torch.cat([torch.zeros(len(weight)) if each is None else each.float() for weight, each in pairs])
-            return DraftLinear(torch.cat(weights), bias, pool)
-
-        self.config = config
-        self._qkv = linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self._dense = linear("self_attn.o_proj")
-        self._gate_up = linear("mlp.gate_proj", "mlp.up_proj")
-        self._down = linear("mlp.down_proj")
-        self._norm = tensors[f"{prefix}post_attention_layernorm.weight"].float().numpy()
-        self._cos, self._sin = rope_tables(config, max_positions)
-
-    def __call__(self, x: np.ndarray, residual: np.ndarray, texts: Sequence[TextRows]) -> np.ndarray:
-        """x [rows, inputs of q, k and v] and residual [rows, hidden_size] float32, text by text -> [rows, hidden_size]; the caches
-        grow by their rows."""
-        config = self.config
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        qkv = self._qkv(x).reshape(len(x), heads + 2 * kv_heads, config.head_size)
-        positions = np.concatenate([text.positions for text in texts]).astype(np.int64)
-        rotated = self._rotate(qkv[:, : heads + kv_heads], positions)
-        attended, first = [], 0
-        for text in texts:
-            rows = slice(first, first := first + len(text.positions))
-            keys, values = text.cache.extend(rotated[rows, heads:], qkv[rows, heads + kv_heads :])
-            attended.append(_attend(rotated[rows, :heads], keys, values, text.visible))
-        x = residual + self._dense(np.concatenate(attended))
-        gate, up = np.split(self._gate_up(rms_norm(x, self._norm, config.norm_epsilon)), 2, axis=1)
-        return x + self._down(silu(gate) * up)
-
-    def _rotate(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        cos, sin = self._cos[positions, None], self._sin[positions, None]
-        first, second = np.split(x, 2, axis=2)
-        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=2)
+        names = [f"{prefix}self_attn.{each}_proj" for each in ("q", "k", "v")]
+        weights = [tensors[f"{name}.weight"].float() for name in names]
+        bias = None
+        if any(f"{name}.bias" in tensors for name in names):
+            zeros = [torch.zeros(len(weight)) for weight in weights]
+            bias = torch.cat(
+                [tensors.get(f"{name}.bias", zero).float() for name, zero in zip(names, zeros, strict=True)]
+            )
+        others = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm")
+        return cls(torch.cat(weights), bias, *(tensors[f"{prefix}{name}.weight"].float() for name in others))
 
 
-def _attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, visible: np.ndarray | None) -> np.ndarray:
-    """queries [rows, heads, size] of the last rows of keys and values [length, kv heads, size] -> [rows, heads * size]."""
-    rows, heads, size = queries.shape
-    length, kv_heads, _ = keys.shape
-    if visible is None:
-        visible = np.tri(rows, length, length - rows, dtype=bool)
-    grouped = queries.reshape(rows, kv_heads, heads // kv_heads, size).transpose(1, 2, 0, 3)  # [kv, group, rows, size]
-    scores = grouped @ keys.transpose(1, 2, 0)[:, None] / np.float32(np.sqrt(size))
-    scores = np.where(visible, scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=3, keepdims=True))
-    weights /= weights.sum(axis=3, keepdims=True)
-    return (weights @ values.transpose(1, 0, 2)[:, None]).transpose(2, 0, 1, 3).reshape(rows, heads * size)
+class NativeEagleLayer(EagleLayer):
+    """By the native decoder, which gets rows instead of tokens; keys and values are BF16."""
+
+    def __init__(
+        self, config: ModelConfig, weights: LayerWeights, max_seq_len: int, max_tree: int, linears: DraftLinears
+    ):
+        super().__init__(max_tree)
+        prefix, tensors = "transformer.layers.0.", {}
+        halves = [linears.stored(weight) for weight in (weights.gate, weights.up)]
+        gate_up = [None if parts[0] is None else interleave(*parts) for parts in zip(*halves, strict=True)]
+        for name, (weight, scale) in {
+            "attention.qkv": linears.stored(weights.qkv),
+            "attention.dense": linears.stored(weights.dense),
+            "mlp.fc_gate": gate_up,
+            "mlp.proj": linears.stored(weights.down),
+        }.items():
+            tensors[f"{prefix}{name}.weight"] = pack_weight(weight)
+            if scale is not None:
+                tensors[f"{prefix}{name}.scale"] = pack_vector(scale)
+        if weights.qkv_bias is not None:
+            tensors[f"{prefix}attention.qkv.bias"] = pack_vector(float32_of(weights.qkv_bias))
+        tensors[f"{prefix}post_layernorm.weight"] = pack_vector(float32_of(weights.norm))
+        tensors["rope.cos"], tensors["rope.sin"] = map(
+            np.ascontiguousarray, rope_tables(config, max_seq_len + max_tree)
+        )
+        shape = {
+            "layers": 1,
+            "hidden": config.hidden_size,
+            "intermediate": config.intermediate_size,
+            "heads": config.num_attention_heads,
+            "kv_heads": config.num_key_value_heads,
+            "head": config.head_size,
+            "vocab": 0,
+            "norm_epsilon": config.norm_epsilon,
+            "activations": 16,
+            "hadamard_blocks": {},
+            "rescored": 0,
+            "max_rows": self.max_rows,
+            "max_seq_len": max_seq_len + max_tree,
+            "rank": 0,
+            "ranks": 1,
+            "vocab_share": 0,
+            "attention_inputs": weights.qkv.shape[1],
+        }
+        self._decoder = native.decoder(shape, tensors, linears.pool, "", None)
+
+    def open(self) -> int:
+        return self._decoder.open()
+
+    def close(self, text: int) -> None:
+        self._decoder.close(text)
+
+    def truncate(self, text: int, length: int) -> None:
+        self._decoder.truncate(text, length)
+
+    def __call__(self, parts: Sequence[LayerPart], x: np.ndarray, residual: np.ndarray) -> np.ndarray:
+        rows = [(part.text, part.num_rows, 0, list(part.parents)) for part in parts]
+        return self._decoder.step_rows(rows, native.padded_rows(residual), native.padded_rows(x))

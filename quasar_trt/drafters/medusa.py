@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 
 from quasar_trt.drafters.base import NO_DRAFT, Draft, Drafter, DraftRequest, check_num_speculative_tokens
-from quasar_trt.drafters.confidence import ConfidenceEstimates, most_probable
-from quasar_trt.drafters.draft_linear import draft_pool
+from quasar_trt.drafters.confidence import ConfidenceEstimates, RankEstimates, most_probable
+from quasar_trt.drafters.draft_linear import DraftLinears, check_quantization
 from quasar_trt.drafters.head_files import check_engine
+from quasar_trt.drafters.head_passes import HeadPasses
 from quasar_trt.drafters.medusa_heads import MedusaHeads
 from quasar_trt.drafters.tree import likeliest_tree
 from quasar_trt.engines.base import Engine
@@ -29,15 +31,17 @@ from quasar_trt.step_cost import StepCost
 class MedusaOptions:
     """num_speculative_tokens: the most draft tokens per request and step; None for as many as the engine allows.
 
-    top_k: guesses of each head that a tree may hold.
+    top_k: guesses of each head that a tree may hold. quantization: of the heads' weights, "int8" or "none".
     """
 
     num_speculative_tokens: int | None = None
     top_k: int = 4
+    quantization: str = "int8"
 
     def __post_init__(self):
         check_num_speculative_tokens(self.num_speculative_tokens)
         whole_number("top_k", self.top_k)
+        check_quantization(self.quantization)
 
 
 class MedusaDrafter(Drafter):
@@ -55,31 +59,38 @@ class MedusaDrafter(Drafter):
         check_engine(engine, "medusa")
         config = engine.config
         self.hidden_layers = (config.num_hidden_layers,)
-        self._heads = MedusaHeads(self._directory, config.hidden_size, config.vocab_size, draft_pool(engine))
+        linears = DraftLinears(engine, self.options.quantization)
+        self._heads = MedusaHeads(self._directory, engine, linears)
+        self._ranks = RankEstimates(self._heads.num_heads, self.options.top_k)
+        self._passes = HeadPasses(step_cost, lambda rows: self._guess(np.zeros((rows, config.hidden_size), np.float32)))
 
     def propose(self, batch: Sequence[DraftRequest]) -> list[Draft]:
         # A prompt's last token enters the cache in the same pass as its draft would.
         ready = [index for index, request in enumerate(batch) if self._knows(request)]
         drafts = [NO_DRAFT] * len(batch)
-        if not ready:
-            return drafts
-        states = np.stack([self._states[batch[index].request_id][1] for index in ready])
-        heads = [most_probable(logits, self.options.top_k) for logits in self._heads(states)]
-        for row, index in enumerate(ready):
-            guesses = [
-                list(zip(ids[row].tolist(), probabilities[row].tolist(), strict=True)) for ids, probabilities in heads
-            ]
-            self._guesses[batch[index].request_id] = guesses
-            drafts[index] = self._draft(batch[index], guesses)
+        if ready and self._is_worth(batch, ready):
+            states = np.stack([self._states[batch[index].request_id][1] for index in ready])
+            began = perf_counter()
+            heads = self._guess(states)
+            self._passes.observe(len(ready), perf_counter() - began)
+            for row, index in enumerate(ready):
+                guesses = [
+                    list(zip(ids[row].tolist(), probabilities[row].tolist(), strict=True))
+                    for ids, probabilities in heads
+                ]
+                self._guesses[batch[index].request_id] = guesses
+                drafts[index] = self._draft(batch[index], guesses)
+        self.seconds = self._passes.seconds
         return drafts
 
     def read_states(self, request_id: int, position: int, states: np.ndarray) -> None:
         self._states[request_id] = position + len(states) - 1, states[-1, 0]
 
     def observe(self, request_id: int, emitted: Sequence[int], num_accepted_tokens: int) -> None:
-        for guesses, right in zip(self._guesses.pop(request_id, ()), emitted, strict=False):
-            for token, probability in guesses:
+        for depth, (guesses, right) in enumerate(zip(self._guesses.pop(request_id, ()), emitted, strict=False)):
+            for rank, (token, probability) in enumerate(guesses):
                 self._estimates.count(probability, token == right)
+                self._ranks.count(depth, rank, token == right)
 
     def stop(self, request_id: int) -> None:
         self._states.pop(request_id, None)
@@ -89,12 +100,27 @@ class MedusaDrafter(Drafter):
         """Whether the state before the context's last token is there."""
         return self._states.get(request.request_id, (-1,))[0] == len(request.context) - 2
 
+    def _guess(self, states: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids and probabilities [rows, top_k] of each head."""
+        return [most_probable(logits, self.options.top_k) for logits in self._heads(states)]
+
+    def _is_worth(self, batch: Sequence[DraftRequest], ready: Sequence[int]) -> bool:
+        """Whether guesses as good as they mostly are would be."""
+        every = range(self.options.top_k)
+        means = [[(rank, self._ranks.of(depth, rank)) for rank in every] for depth in range(self._heads.num_heads)]
+        later = [self._tree(request, means).probabilities if i in ready else [] for i, request in enumerate(batch)]
+        return self._passes.is_worth([[]] * len(batch), later, len(ready))
+
     def _draft(self, request: DraftRequest, guesses: list[list[tuple[int, float]]]) -> Draft:
+        draft = self._tree(request, guesses)
+        return replace(draft, estimates=tuple(map(self._estimates.of, draft.estimates)))
+
+    def _tree(self, request: DraftRequest, guesses: list[list[tuple[int, float]]]) -> Draft:
+        """The likeliest combinations of guesses (id, probability) of each head."""
         most = self.options.top_k if request.tree else 1
 
         def continuations(depth: int):
             found = guesses[depth][:most] if depth < len(guesses) else []
             return [(token, probability, depth + 1) for token, probability in found]
 
-        draft = likeliest_tree(0, continuations, request.limit)
-        return replace(draft, estimates=tuple(map(self._estimates.of, draft.estimates)))
+        return likeliest_tree(0, continuations, request.limit)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quasar_trt.drafters.draft_linear import DraftLinear, silu
+from quasar_trt.drafters.draft_linear import DraftLinears, silu
 from quasar_trt.drafters.head_files import check_shapes, read_config, read_weights
+from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import whole_number
 
@@ -24,12 +25,15 @@ _PREFIX = "medusa_head."
 
 
 class MedusaHeads:
-    """The heads in `directory` for a model of these sizes. Heads that end in equal linears have one in common, which is read once.
+    """The heads in `directory` for an engine's model. Heads that end in equal linears have one in common, which is read once.
 
     Raises QuasarError for another model's heads, and for files that are no heads.
     """
 
-    def __init__(self, directory: Path, hidden_size: int, vocab_size: int, pool: object | None):
+    def __init__(self, directory: Path, engine: Engine, linears: DraftLinears):
+        import torch
+
+        hidden_size, vocab_size = engine.config.hidden_size, engine.config.vocab_size
         config = read_config(directory)
         sizes = [config.get(f"medusa_num_{what}") for what in ("heads", "layers")]
         try:
@@ -52,18 +56,21 @@ class MedusaHeads:
                 expected[f"{i}.{layer}.linear.bias"] = (hidden_size,)
             expected[f"{i}.{num_layers}.weight"] = (vocab_size, hidden_size)
         check_shapes(tensors, expected, {}, path)
+        basis = engine.source_basis.to_source(behind_norm=True)
+        self._to_source = None if basis is None else linears(torch.tensor(basis))
         self._blocks = [
             [
-                DraftLinear(tensors[f"{i}.{layer}.linear.weight"], tensors[f"{i}.{layer}.linear.bias"], pool)
+                linears(tensors[f"{i}.{layer}.linear.weight"], tensors[f"{i}.{layer}.linear.bias"])
                 for layer in range(num_layers)
             ]
             for i in range(self.num_heads)
         ]
         last = [tensors[f"{i}.{num_layers}.weight"] for i in range(self.num_heads)]
-        self._groups = [(group, DraftLinear(last[group[0]], None, pool)) for group in _equal(last)]
+        self._groups = [(group, linears(last[group[0]])) for group in _equal(last)]
 
     def __call__(self, states: np.ndarray) -> list[np.ndarray]:
-        """Logits [rows, vocab] float32 of each head, from the states [rows, hidden_size] behind the source's final norm."""
+        """Logits [rows, vocab] float32 of each head, from the engine's states [rows, hidden_size] behind the final norm."""
+        states = self._to_source(states) if self._to_source else states
         rows = []
         for blocks in self._blocks:
             x = states

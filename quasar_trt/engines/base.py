@@ -16,6 +16,7 @@ import numpy as np
 from quasar_trt.communicator import Communicator
 from quasar_trt.drafters.base import NO_DRAFT, Draft
 from quasar_trt.engines.sequence_sampling import SequenceSampling
+from quasar_trt.engines.source_basis import SourceBasis
 from quasar_trt.machine import available_memory
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.sampling_params import SamplingParams
@@ -101,6 +102,7 @@ class Engine(ABC):
     open_bytes: bytes of cache that a sequence holds from the moment it is opened, empty as it is.
     device: name of the GPU that it runs on, "" for the processor; device_bytes: of its memory that the engine has taken.
     communication_seconds: that passes have spent in collectives with other ranks so far, where the engine knows.
+    source_basis: of the model that the engine was built from; None where it is not known or there are no hidden states.
     """
 
     config: ModelConfig
@@ -112,6 +114,7 @@ class Engine(ABC):
     device: str = ""
     device_bytes: int = 0
     communication_seconds: float = 0.0
+    source_basis: SourceBasis | None = None
 
     def join(self, ranks: Communicator) -> None:  # noqa: B027 (most engines have nothing to do)
         """What the ranks of an engine do together once each has opened its part, before the first pass. Raises QuasarError, on
@@ -168,7 +171,8 @@ class Engine(ABC):
         """Passes keep the hidden states of these places from now on, none where there are none: those that enter layer i where the
         number is i, those behind the final norm where it is that of all layers.
 
-        This and what follows is for engines that say `hidden_states`; all states are in the basis of the source model.
+        This and what follows is for engines that say `hidden_states`; all states are in the basis that the engine computes in, from
+        which `source_basis` leads to that of the source model.
         """
         raise ValueError("this engine keeps no hidden states")
 

@@ -71,14 +71,14 @@ class CpuEngine(Engine):
         self.max_seq_len = max_seq_len
         self.threads = threads
         self.isa = isa or native.isa_names()[0]
-        self._basis = None if ranks else SourceBasis.open(path.parent, self.recipe)
+        self.source_basis = None if ranks else SourceBasis.open(path.parent, self.recipe)
         self._kept_layers: tuple[int, ...] = ()
         self._first_rows: list[int] = []  # of the entries of the last pass
         self.capabilities = Capabilities(
             max_rows=max_rows,
             accepts_inside=False,
             tree=True,
-            hidden_states=self._basis is not None,
+            hidden_states=self.source_basis is not None,
             fork=True,
             exact=True,
         )
@@ -104,6 +104,7 @@ class CpuEngine(Engine):
             "rank": rank,
             "ranks": self.config.tp_size,
             "vocab_share": self.config.logits_size,
+            "attention_inputs": 0,
         }
         try:
             self.pool = beside.pool if beside else native.thread_pool(threads)
@@ -150,13 +151,13 @@ class CpuEngine(Engine):
     def hidden_states(self, index: int, rows: Sequence[int]) -> np.ndarray:
         first = self._first_rows[index]
         states = self._decoder.states([first + row for row in rows], len(self._kept_layers))
-        return self._basis.states(states, [layer == self.config.num_hidden_layers for layer in self._kept_layers])
+        return states
 
     def embeddings(self, ids: Sequence[int]) -> np.ndarray:
-        return self._basis.embeddings(float32_of(self._tensors[EMBEDDING][list(ids)]))
+        return float32_of(self._tensors[EMBEDDING][list(ids)])
 
     def head_logits(self, states: np.ndarray) -> np.ndarray:
-        x, scale = self._basis.for_head(states), self._tensors.get("lm_head.scale")
+        x, scale = states, self._tensors.get("lm_head.scale")
         weight, size = self._tensors["lm_head.weight"], self.config.hidden_size
         kind, scales = "bf16", None
         if scale is not None:

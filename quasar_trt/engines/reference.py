@@ -269,10 +269,10 @@ class ReferenceEngine(Engine):
         self.model = model
         self.config = model.config
         self.max_seq_len = max_seq_len
-        self._basis = basis if model.recipe.rotate else SourceBasis()
+        self.source_basis = basis if model.recipe.rotate else SourceBasis()
         self._kept_layers: tuple[int, ...] = ()
         self._kept: tuple[Tensor, ...] = ()  # of each entry of the last pass: [rows, kept places, hidden_size]
-        known = self._basis is not None
+        known = self.source_basis is not None
         self.capabilities = Capabilities(
             max_rows=max_rows, accepts_inside=False, tree=True, hidden_states=known, fork=True, exact=False
         )
@@ -348,14 +348,13 @@ class ReferenceEngine(Engine):
         self._kept_layers = tuple(layers)
 
     def hidden_states(self, index: int, rows: Sequence[int]) -> np.ndarray:
-        states = self._kept[index][list(rows)].float().cpu().numpy()
-        return self._basis.states(states, [layer == self.config.num_hidden_layers for layer in self._kept_layers])
+        return self._kept[index][list(rows)].float().cpu().numpy()
 
     def embeddings(self, ids: Sequence[int]) -> np.ndarray:
-        return self._basis.embeddings(self.model.embeddings(list(ids)).float().cpu().numpy())
+        return self.model.embeddings(list(ids)).float().cpu().numpy()
 
     def head_logits(self, states: np.ndarray) -> np.ndarray:
-        rows = torch.from_numpy(self._basis.for_head(states)).to(self.model.device, self.model.dtype)
+        rows = torch.from_numpy(states).to(self.model.device, self.model.dtype)
         return self.model.logits(rows).cpu().numpy()
 
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:

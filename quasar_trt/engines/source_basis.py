@@ -1,4 +1,4 @@
-"""The basis of the source model, in which drafters read hidden states whatever basis the engine computes in.
+"""From the basis that an engine computes in to that of its source model, in which drafting heads were trained, and back.
 
 With Q the rotation of an engine's residual stream and w the weight of the source's final norm, which the engine's head carries,
 a state x Q between layers is x in the source, and a state y Q behind the final norm is y * w.
@@ -6,7 +6,6 @@ a state x Q between layers is x in the source, and a state y Q behind the final 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,21 +44,15 @@ class SourceBasis:
                 writer.write(name, tensor)
         return writer.record
 
-    def states(self, states: np.ndarray, behind_norm: Sequence[bool]) -> np.ndarray:
-        """The engine's states [rows, places, hidden_size] float32 in the source's basis; behind_norm: of each place, whether it is
-        behind the final norm."""
+    def to_source(self, behind_norm: bool = False) -> np.ndarray | None:
+        """T float32 [hidden_size, hidden_size]: a state s of the engine, behind the final norm or not, is T s in the source, and a linear
+        W that reads the source's states reads the engine's as W T. None where the bases are one."""
         if self.rotation is None:
-            return states
-        found = states @ self.rotation.T
-        found[:, list(behind_norm)] *= self.norm
-        return found
+            return None
+        return self.norm[:, None] * self.rotation if behind_norm else self.rotation
 
-    def embeddings(self, rows: np.ndarray) -> np.ndarray:
-        """The engine's embeddings [rows, hidden_size] float32 in the source's basis."""
-        return rows if self.rotation is None else rows @ self.rotation.T
-
-    def for_head(self, states: np.ndarray) -> np.ndarray:
-        """States [rows, hidden_size] float32 behind the source's final norm, as the engine's head reads them."""
+    def for_head(self) -> np.ndarray | None:
+        """The same the other way, for states behind the final norm: as the engine's head reads them."""
         if self.rotation is None:
-            return states
-        return np.divide(states, self.norm, out=np.zeros_like(states), where=self.norm != 0) @ self.rotation
+            return None
+        return np.divide(self.rotation.T, self.norm, out=np.zeros_like(self.rotation), where=self.norm != 0)

@@ -30,13 +30,13 @@ Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, ThreadPool& 
     if (reader.input == Input::kCodes16 && !x.codes16.size()) x.codes16.resize(size);
   };
   for (const LayerWeights& layer : weights_.layers) {
-    prepare(normed_, layer.qkv);
+    prepare(shape.attention_inputs ? entered_ : normed_, layer.qkv);
     prepare(attended_, layer.dense);
     prepare(normed_, layer.fc_gate);
     prepare(gated_, layer.proj);
   }
   prepare(normed_, weights_.head);
-  const int widest = std::max({normed_.stride, attended_.stride, gated_.stride});
+  const int widest = std::max({entered_.stride, normed_.stride, attended_.stride, gated_.stride});
   for (auto& scratch : scratch_) {
     scratch.floats.resize(std::max(widest, attention_scratch(shape.head)));
     if (!weights_.head_rows) continue;
@@ -46,8 +46,8 @@ Decoder::Decoder(const DecoderShape& shape, DecoderWeights weights, ThreadPool& 
   if (collectives_) prepare_ranks();
 }
 
-void Decoder::check(const std::vector<Part>& parts, const int32_t* tokens, int& rows) const {
-  rows = 0;
+int Decoder::check(const std::vector<Part>& parts) const {
+  int rows = 0;
   for (const Part& part : parts) {
     const int after = cache_.length(part.sequence) + part.rows;
     if (after > shape_.max_seq_len)
@@ -55,13 +55,17 @@ void Decoder::check(const std::vector<Part>& parts, const int32_t* tokens, int& 
                                   " tokens; the engine holds " + std::to_string(shape_.max_seq_len));
     rows += part.rows;
     const int nodes = static_cast<int>(part.parents.size());
-    bool tree = nodes < part.rows;
+    bool tree = nodes <= part.rows;
     for (int i = 0; i < nodes; ++i) tree &= part.parents[static_cast<size_t>(i)] >= -1 && part.parents[static_cast<size_t>(i)] < i;
     if (!tree) throw std::invalid_argument("the parents of sequence " + std::to_string(part.sequence) + " are no tree of its rows");
   }
   if (rows > shape_.max_rows)
     throw std::invalid_argument("the pass would hold " + std::to_string(rows) + " rows; the engine holds " +
                                 std::to_string(shape_.max_rows));
+  return rows;
+}
+
+void Decoder::check_tokens(const int32_t* tokens, int rows) const {
   for (int row = 0; row < rows; ++row)
     if (tokens[row] < 0 || tokens[row] >= shape_.vocab)
       throw std::invalid_argument("token id " + std::to_string(tokens[row]) + " is outside the vocabulary of " +
@@ -69,10 +73,22 @@ void Decoder::check(const std::vector<Part>& parts, const int32_t* tokens, int& 
 }
 
 std::shared_ptr<const float> Decoder::step(const std::vector<Part>& parts, const int32_t* tokens) {
-  int rows;
-  check(parts, tokens, rows);
-  parts_ = parts;
+  check_tokens(tokens, check(parts));
   tokens_ = tokens;
+  run(parts);
+  return std::shared_ptr<const float>(logits_, logits_->get());
+}
+
+const float* Decoder::step(const std::vector<Part>& parts, const GivenRows& given) {
+  check(parts);
+  tokens_ = nullptr;
+  given_ = given;
+  run(parts);
+  return hidden_.get();
+}
+
+void Decoder::run(const std::vector<Part>& parts) {
+  parts_ = parts;
   first_row_.clear();
   rows_.clear();
   tree_slots_.clear();
@@ -119,7 +135,6 @@ std::shared_ptr<const float> Decoder::step(const std::vector<Part>& parts, const
   pool_.run([this](int thread) { forward(thread); });
   if (collective_error_) std::rethrow_exception(collective_error_);
   for (const Part& part : parts_) cache_.advance(part.sequence, part.rows);
-  return std::shared_ptr<const float>(logits_, logits_->get());
 }
 
 // Row i of a part whose sequence has `length` positions in the cache; the rows before it are there.
@@ -139,7 +154,8 @@ Decoder::Row Decoder::row_of(int p, int length, int i) {
 }
 
 void Decoder::forward(int thread) {
-  embed(thread);
+  if (tokens_) embed(thread);
+  else enter(thread);
   for (int i = 0; i < shape_.layers; ++i) {
     keep(i, thread);
     layer(i, thread);
@@ -153,10 +169,11 @@ void Decoder::layer(int index, int thread) {
   const LayerWeights& w = weights_.layers[static_cast<size_t>(index)];
   const int rows = static_cast<int>(rows_.size());
 
-  normalize(w.input_norm, thread);
-  quantize(w.qkv, normed_, rows, thread);
+  Activations& entering = index || tokens_ ? normed_ : entered_;
+  if (&entering == &normed_) normalize(w.input_norm, thread);
+  quantize(w.qkv, entering, rows, thread);
   pool_.barrier();
-  linear(w.qkv, normed_, rows, shape_.qkv(), {qkv_.get(), padded(shape_.qkv()), Epilogue::kStore}, thread);
+  linear(w.qkv, entering, rows, shape_.qkv(), {qkv_.get(), padded(shape_.qkv()), Epilogue::kStore}, thread);
   pool_.barrier();
   rotate(index, thread);
   pool_.barrier();
@@ -191,6 +208,15 @@ void Decoder::embed(int thread) {
     float* to = hidden_.get() + static_cast<int64_t>(row) * stride;
     for (int i = 0; i < hidden; ++i) to[i] = bf16_to_float(from[i]);
     for (int i = hidden; i < stride; ++i) to[i] = 0.0f;  // an earlier pass may have left NaN in this row's padding
+  }
+}
+
+void Decoder::enter(int thread) {
+  const int stride = padded(shape_.hidden);
+  const auto [begin, end] = share(static_cast<int>(rows_.size()), thread, pool_.size());
+  for (int64_t row = begin; row < end; ++row) {
+    std::copy_n(given_.residual + row * stride, stride, hidden_.get() + row * stride);
+    std::copy_n(given_.attention_input + row * entered_.stride, entered_.stride, entered_.floats.get() + row * entered_.stride);
   }
 }
 

@@ -46,6 +46,7 @@ struct DecoderShape {
   int max_rows, max_seq_len;
   int rank, ranks;  // heads and intermediate size are those of this rank
   int vocab_share;  // rows of this rank's head; the last ones of all may be padding
+  int attention_inputs;  // columns that the first layer's attention reads where rows are given, see GivenRows; else 0
 
   int qkv() const { return (heads + 2 * kv_heads) * head; }
 };
@@ -78,8 +79,15 @@ struct DecoderWeights {
 // One sequence's rows in a pass: `rows` tokens appended to its cache, the last `logit_rows` of which want logits.
 struct Part {
   int sequence, rows, logit_rows;
-  // Of the last rows, where they are a tree: each one's parent among them, before it, or -1 for the row before all of them.
+  // Of the last rows, where they are a tree: each one's parent among them, before it, or -1 for the row before all of them, which
+  // may lie in the cache.
   std::vector<int> parents;
+};
+
+// Rows [rows, padded columns] in place of tokens: what the residual stream begins with, and what the first layer's attention reads
+// instead of that after a norm.
+struct GivenRows {
+  const float *residual, *attention_input;
 };
 
 class Decoder {
@@ -93,6 +101,9 @@ class Decoder {
   // changes, for an unknown token, more than max_rows rows or more than max_seq_len cached tokens. Ranks but the first have no
   // logits; what a collective throws comes out of step once the pass has ended without it.
   std::shared_ptr<const float> step(const std::vector<Part>& parts, const int32_t* tokens);
+  // The same for rows that are no tokens', which throws nothing about tokens. Returns the residual stream behind the last layer
+  // [rows, padded(hidden)], overwritten by the next step; no logits.
+  const float* step(const std::vector<Part>& parts, const GivenRows& given);
 
   // From the next step on keeps what enters each of these layers, or leaves the final norm where the number is that of all layers.
   // Throws std::invalid_argument for another number.
@@ -126,11 +137,14 @@ class Decoder {
     std::atomic<int> done{0};  // chunks
   };
 
-  void check(const std::vector<Part>& parts, const int32_t* tokens, int& rows) const;
+  int check(const std::vector<Part>& parts) const;
+  void check_tokens(const int32_t* tokens, int rows) const;
+  void run(const std::vector<Part>& parts);
   Row row_of(int part, int length, int i);
   void forward(int thread);
   void layer(int index, int thread);
   void embed(int thread);
+  void enter(int thread);
   void keep(int layer, int thread);
   void normalize(const float* weight, int thread);
   void normalize_head(const float* weight, float* x, float* scratch) const;
@@ -169,13 +183,14 @@ class Decoder {
   std::vector<Row> rows_;
   std::vector<int> tree_slots_;                // of the rows of trees: those of their ancestors, then their own
   std::vector<int> logit_rows_;
-  const int32_t* tokens_ = nullptr;
+  const int32_t* tokens_ = nullptr;  // or null, and then `given_`
+  GivenRows given_{};
 
   Buffer<float> hidden_, qkv_;
   std::vector<int> kept_layers_;
   Buffer<float> states_;  // [kept layers, max_rows, padded(hidden)]
   std::shared_ptr<Buffer<float>> logits_ = std::make_shared<Buffer<float>>();  // shared with views that callers may keep
-  Activations normed_, attended_, gated_;
+  Activations entered_, normed_, attended_, gated_;
   // Of several ranks: sums over this rank's columns, by what the linear reads (of floats those of every rank); absolute maxima of
   // rows as bits; logits, of every rank on the first.
   Buffer<float> float_sums_;
