@@ -69,5 +69,6 @@ def check_engine(engine: Engine, drafter: str) -> None:
     """Raises QuasarError for an engine without hidden states."""
     if not engine.capabilities.hidden_states:
         raise QuasarError(
-            f"drafter '{drafter}' reads hidden states, which this engine does not give; engines 'cpu' and 'reference' of one rank do"
+            f"drafter '{drafter}' reads hidden states, which this engine does not give; engines 'cpu', 'reference' and 'tensorrt' of one "
+            "rank do"
         )
