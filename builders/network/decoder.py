@@ -1,7 +1,7 @@
 """The decoder of every supported architecture as a network; bindings as `quasar_trt.engines.plan_bindings` says.
 
 The residual stream, norms, RoPE and the product inside of the MLP are float32. What linears and attention read and write,
-the keys and values in the cache and the logits are `dtype`.
+the keys and values in the cache, the hidden states that are given and the logits are `dtype`.
 """
 
 from __future__ import annotations

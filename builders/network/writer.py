@@ -99,7 +99,7 @@ class NetworkWriter:
         return self._out(self._network.add_shape(x))
 
     def size(self, shape, axis: int):
-        """int32 [1, 1]: the size of an axis, of `shape`."""
+        """The size of an axis, int32 [1, 1]; shape: as the method gives it."""
         return self.reshape(self.cast(self._part(shape, 0, axis, 1), "int32"), (1, 1))
 
     def head_sizes(self, batch_and_rows, heads: int, size: int):

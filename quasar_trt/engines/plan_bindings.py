@@ -12,7 +12,7 @@ from quasar_trt.manifest import Limits
 from quasar_trt.model_config import ModelConfig
 
 INPUT_IDS = "input_ids"  # int32 [batch, rows]
-POSITIONS = "positions"  # int32 [batch, rows]: of a row of a tree as many as come before it on its path
+POSITIONS = "positions"  # int32 [batch, rows]: how many tokens come before a row, of a tree on its path
 PAST_LENGTHS = "past_lengths"  # int32 [batch]: tokens that a slot holds before the pass
 SPAN = "span"  # int64 [1] in host memory: tokens of a slot that attention reads, no fewer than the largest past length + rows
 LOGITS_ROWS = "logits_rows"  # int32 [wanted]: which of the batch * rows rows have logits
@@ -68,9 +68,9 @@ class PlanSizes:
         return 2 * 2 * config.num_hidden_layers * self.limits.max_batch_size * slot
 
     def output_bytes(self, config: ModelConfig) -> int:
-        """Of what a pass gives: logits, BF16 and as float32, and hidden states, BF16."""
-        states = len(state_places(config)) * config.hidden_size
-        return self.largest.wanted * (2 * states + (2 + 4) * config.vocab_size)
+        """Of what a pass gives: logits and hidden states, BF16, and as float32 where they leave the device."""
+        states = (2 * len(state_places(config)) + 4) * config.hidden_size
+        return self.largest.wanted * (states + (2 + 4) * config.vocab_size)
 
     @property
     def verify(self) -> PassSizes:

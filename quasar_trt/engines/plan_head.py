@@ -1,11 +1,12 @@
-"""The embedding and the head of a model that runs as a plan, apart from its passes."""
+"""What drafters read of a model that runs as a plan beside its logits: the basis of its states, its embedding and its head."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from torch import Tensor, bfloat16, from_numpy
+import torch
+from torch import Tensor
 
 from quasar_trt.checkpoint import EMBEDDING, HEAD
 from quasar_trt.engines.cuda_device import CudaDevice
@@ -15,44 +16,60 @@ from quasar_trt.recipe import Recipe
 
 
 class PlanHead:
-    """What `Engine.embeddings` and `Engine.head_logits` give, and the basis that hidden states are read in.
+    """Computes on the device, where each part goes when it is first asked for. Methods raise QuasarError where it has no room there.
 
-    tensors: of the checkpoint, by name, mapped. The embedding stays there; the head goes to the device, with BF16 values, when it is
-    first asked for. nbytes: that it takes there.
+    tensors: of the checkpoint, by name, mapped; the embedding stays there. nbytes: of the device's memory that is taken.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], recipe: Recipe, basis: SourceBasis, device: CudaDevice):
-        self.basis = basis
         self.nbytes = 0
-        self._embedding = tensors[EMBEDDING]
-        self._weight = tensors[HEAD]
-        self._scale = tensors[f"{HEAD.removesuffix('.weight')}.per_channel_scale"] if recipe.lm_head == "int8" else None
         self._device = device
+        self._embedding = tensors[EMBEDDING]
+        self._head = [(tensors[HEAD], torch.bfloat16)]  # which holds INT8 codes as they are
+        if recipe.lm_head == "int8":
+            self._head.append((tensors[f"{HEAD.removesuffix('.weight')}.per_channel_scale"].flatten(), torch.float32))
+        self._weights: list[Tensor] = []
+        self._basis = basis
+        self._has_basis = basis.rotation is None
+
+    def load_basis(self) -> None:
+        """That of the source goes to the device, where it is another than the engine's."""
+        if not self._has_basis:
+            arrays = self._basis.rotation, self._basis.norm
+            self._basis = SourceBasis(*self._on_device([(torch.from_numpy(array), torch.float32) for array in arrays]))
+            self._has_basis = True
+
+    def states(self, states: Tensor, behind_norm: bool) -> Tensor:
+        """[rows, hidden_size] of a place on the device, as it is there after `load_basis`, -> float32 in the basis of the source."""
+        turned = self._basis.embeddings(states.float())
+        return turned * self._basis.norm if behind_norm and self._basis.norm is not None else turned
 
     def embeddings(self, ids: Sequence[int]) -> np.ndarray:
-        return self.basis.embeddings(self._embedding[list(ids)].float().numpy())
+        """As `Engine.embeddings`."""
+        with self._device.use():
+            self.load_basis()
+            rows = self._embedding[list(ids)].float().to(self._device.torch_device)
+            return self._basis.embeddings(rows).cpu().numpy()
 
     def logits(self, states: np.ndarray) -> np.ndarray:
-        """Computed in BF16. Raises QuasarError where the device has no room for the head."""
-        rows = from_numpy(self.basis.for_head(states))
+        """As `Engine.head_logits`, in BF16."""
         with self._device.use():
-            self._load()
-            found = (rows.to(self._weight) @ self._weight.T).float()
-            if self._scale is not None:
-                found *= self._scale
+            self.load_basis()
+            self._weights = self._weights or self._on_device(self._head)
+            weight, *scale = self._weights
+            rows = self._basis.for_head(torch.from_numpy(states).to(self._device.torch_device))
+            found = (rows.to(weight.dtype) @ weight.T).float()
+            for each in scale:
+                found *= each
             return found.cpu().numpy()
 
-    def _load(self) -> None:
-        if self.nbytes:
-            return
-        needed, free = self._weight.numel() * bfloat16.itemsize, self._device.free_memory()
+    def _on_device(self, parts: Sequence[tuple[Tensor, torch.dtype]]) -> list[Tensor]:
+        needed = sum(tensor.numel() * dtype.itemsize for tensor, dtype in parts)
+        free = self._device.free_memory()
         if needed > free:
             raise QuasarError(
-                f"the drafter reads the model's head, which needs {needed / 1e9:.2f} GB on {self._device.name} beside the plan, "
-                f"{free / 1e9:.2f} GB are free; take another drafter, or build the engine with less than its max_batch_size or max_seq_len"
+                f"the drafter needs {needed / 1e9:.2f} GB on {self._device.name} beside the plan, {free / 1e9:.2f} GB are free; take "
+                "another drafter, or build the engine with a smaller max_batch_size or max_seq_len"
             )
-        on_device = self._device.torch_device
-        self._weight = self._weight.to(on_device, bfloat16)  # which holds INT8 codes as they are
-        if self._scale is not None:
-            self._scale = self._scale.flatten().to(on_device)
-        self.nbytes = needed
+        self.nbytes += needed
+        return [tensor.to(self._device.torch_device, dtype) for tensor, dtype in parts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -80,6 +81,7 @@ class PlanMemory:
             place: device.empty((most.wanted, config.hidden_size), dtype(bindings.state_binding(place)))
             for place in bindings.state_places(config)
         }
+        self._wide_states = device.empty((most.wanted, config.hidden_size), torch.float32)
         self._kept: dict[int, torch.Tensor] = {}  # place -> its states on the host
         names = [names for i in range(config.num_hidden_layers) for names in bindings.cache_bindings(i)]
         slots = (most.batch, config.num_key_value_heads, sizes.capacity, config.head_size)
@@ -121,22 +123,28 @@ class PlanMemory:
         if count:
             self._device.copy(self._wide_logits[:count], self._logits[:count])
             self._device.copy(self._host_logits[:count], self._wide_logits[:count])
+        wide = self._wide_states[:rows]
         for place, host in self._kept.items():
-            self._device.copy(host[:rows], self._states[place][:rows])
+            self._device.run(partial(self._turned, place, wide))
+            self._device.copy(host[:rows], wide)
         self._device.wait()
         return self._host_logits[:count].numpy()
 
-    def keep_states(self, places: Sequence[int]) -> None:
-        """Of the places that the plan has; what is kept of every pass from now on."""
-        self._kept = {
-            place: self._device.pinned(tuple(states.shape), states.dtype)
-            for place, states in self._states.items()
-            if place in places
-        }
+    def keep_states(self, places: Sequence[int], turn: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
+        """What is kept of every pass from now on, of the places that the plan gives.
+
+        turn: (place, its states on the device [rows, hidden_size]) -> what is kept of them, float32.
+        """
+        self._turn = turn
+        shape = tuple(self._wide_states.shape)
+        self._kept = {place: self._device.pinned(shape, torch.float32) for place in places}
 
     def states(self, place: int, rows: int) -> np.ndarray:
-        """Of the first rows of the last pass, float32 [rows, hidden_size]."""
-        return self._kept[place][:rows].to(torch.float32, copy=True).numpy()
+        """Of the first rows of the last pass, float32 [rows, hidden_size], valid until the next."""
+        return self._kept[place][:rows].numpy()
+
+    def _turned(self, place: int, target: torch.Tensor) -> None:
+        target.copy_(self._turn(place, self._states[place][: len(target)]))
 
     def inputs(self, shape: PassShape) -> Iterator[tuple[str, tuple[int, ...], int]]:
         """(binding, its shape, its address) of every input on the device."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from quasar_trt.engines.base import SequenceStep
 from quasar_trt.engines.plan_bindings import PlanSizes
@@ -49,11 +50,10 @@ class PlanPasses:
         self._sizes = sizes
         self._hidden_size = hidden_size
 
-    def keep_states(self, places: Sequence[int]) -> None:
-        """Of those that the plan gives."""
-        if tuple(places) != self.places:
-            self._session.memory.keep_states(places)
-            self.places = tuple(places)
+    def keep_states(self, places: Sequence[int], turn: Callable[[int, Tensor], Tensor]) -> None:
+        """As `PlanMemory.keep_states`."""
+        self._session.memory.keep_states(places, turn)
+        self.places = tuple(places)
 
     def run(self, steps: Sequence[SlotStep], lengths: np.ndarray) -> list[SlotRows]:
         """lengths: int32, the tokens that each slot holds, whether it has a step or not."""

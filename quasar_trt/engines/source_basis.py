@@ -9,21 +9,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quasar_trt.recipe import Recipe
 from quasar_trt.tensorfile import FileRecord, TensorSpec, TensorWriter, map_tensors
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Array = np.ndarray | Tensor
+
 FILE = "basis.safetensors"  # of an engine directory, where the engine is rotated
 
 
 @dataclass(frozen=True)
 class SourceBasis:
-    """rotation: Q float32 [hidden_size, hidden_size]; norm: w float32 [hidden_size]; both None where the bases are one."""
+    """rotation: Q float32 [hidden_size, hidden_size]; norm: w float32 [hidden_size]; both None where the bases are one.
 
-    rotation: np.ndarray | None = None
-    norm: np.ndarray | None = None
+    Arrays, or tensors of a device: of these are what methods take and give then.
+    """
+
+    rotation: Array | None = None
+    norm: Array | None = None
 
     @classmethod
     def open(cls, directory: Path, recipe: Recipe) -> SourceBasis | None:
@@ -45,7 +54,7 @@ class SourceBasis:
                 writer.write(name, tensor)
         return writer.record
 
-    def states(self, states: np.ndarray, behind_norm: Sequence[bool]) -> np.ndarray:
+    def states(self, states: Array, behind_norm: Sequence[bool]) -> Array:
         """The engine's states [rows, places, hidden_size] float32 in the source's basis; behind_norm: of each place, whether it is
         behind the final norm."""
         if self.rotation is None:
@@ -54,12 +63,13 @@ class SourceBasis:
         found[:, list(behind_norm)] *= self.norm
         return found
 
-    def embeddings(self, rows: np.ndarray) -> np.ndarray:
+    def embeddings(self, rows: Array) -> Array:
         """The engine's embeddings [rows, hidden_size] float32 in the source's basis."""
         return rows if self.rotation is None else rows @ self.rotation.T
 
-    def for_head(self, states: np.ndarray) -> np.ndarray:
+    def for_head(self, states: Array) -> Array:
         """States [rows, hidden_size] float32 behind the source's final norm, as the engine's head reads them."""
         if self.rotation is None:
             return states
-        return np.divide(states, self.norm, out=np.zeros_like(states), where=self.norm != 0) @ self.rotation
+        zero = self.norm == 0
+        return states / (self.norm + zero) * ~zero @ self.rotation

@@ -158,22 +158,26 @@ class TensorRTEngine(Engine):
         return self._session.device_bytes + (self._head.nbytes if self._head else 0)
 
     def keep_hidden_states(self, layers: Sequence[int]) -> None:
-        """Raises ValueError for places that the plan does not give: see `state_places`."""
+        """Raises ValueError for places that the plan does not give (see `state_places`), and QuasarError where the basis of the source
+        model does not fit onto the device."""
+        if tuple(layers) == self._passes.places:
+            return
         if self._head is None:
             super().keep_hidden_states(layers)
-        given = state_places(self.config)
+        given, last = state_places(self.config), self.config.num_hidden_layers
         for layer in layers:
             if layer not in given:
                 known = ", ".join(map(str, given))
                 raise ValueError(f"the plan gives no hidden states of place {layer}; it gives {known}")
-        self._passes.keep_states(layers)
+        with self._session.device.use():
+            self._head.load_basis()
+        self._passes.keep_states(layers, lambda place, states: self._head.states(states, place == last))
 
     def hidden_states(self, index: int, rows: Sequence[int]) -> np.ndarray:
         found = self._rows[index].states
         if rows and not 0 <= min(rows) <= max(rows) < len(found):
             raise ValueError(f"there are hidden states of {len(found)} rows, not of rows {list(rows)}")
-        behind_norm = [place == self.config.num_hidden_layers for place in self._passes.places]
-        return self._head.basis.states(found[list(rows)], behind_norm)
+        return found[list(rows)]
 
     def embeddings(self, ids: Sequence[int]) -> np.ndarray:
         return self._head.embeddings(ids)
@@ -201,8 +205,8 @@ class TensorRTEngine(Engine):
         self._rows = self._passes.run(steps, self._lengths)
         acceptances: list[Acceptance | None] = []
         for index, (entry, found) in enumerate(zip(batch, self._rows, strict=True)):
-            scored = entry.needs_logits
-            acceptances.append(checked_acceptance(accept(index, found.logits), entry.draft) if scored else None)
+            accepted = checked_acceptance(accept(index, found.logits), entry.draft) if entry.needs_logits else None
+            acceptances.append(accepted)
         self._keep(steps, acceptances)  # nothing has changed before
         return acceptances
 

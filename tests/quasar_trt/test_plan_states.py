@@ -99,6 +99,7 @@ def test_only_what_was_asked_for_comes_to_the_host(plan):
     engine = plan("BF16")
     memory, sequence = engine._session.memory, engine.open()
     rows_of(engine, [SequenceStep(sequence, [1, 2, 3])])
+    engine.keep_hidden_states(())
     assert memory._kept == {} and engine.hidden_states(0, [0, 2]).shape == (2, 0, 42)
     engine.keep_hidden_states((4,))
     assert [tuple(host.shape) for host in memory._kept.values()] == [(24, 42)]
@@ -138,7 +139,7 @@ def test_without_the_recorded_basis_there_are_no_states(plan, deep_dirs, tmp_pat
 
 @pytest.mark.parametrize("head", ["bf16", "int8"])
 def test_embedding_and_head_are_those_of_the_source(plan, deep_model, deep_dirs, tmp_path, head):
-    """The head is on the device from the moment that it is asked for."""
+    """Basis and head are on the device from the moment that they are asked for."""
     save_hf(deep_model, tmp_path / "model")
     recipe = Recipe(lm_head=head)
     build(str(tmp_path / "model"), tmp_path / "source", recipe, progress=False, calib_size=2, calib_max_seq_length=16)
@@ -146,20 +147,25 @@ def test_embedding_and_head_are_those_of_the_source(plan, deep_model, deep_dirs,
     ids = random_ids(engine.config, 12)
     with torch.no_grad():
         states = deep_model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    expected = states[0][0].numpy()
+    expected, last = states[0][0].numpy(), states[-1][0].numpy()
+    logits = last @ deep_model.lm_head.weight.detach().numpy().T
+    plan_bytes, device = engine.device_bytes, engine.trt.device
+    hidden, vocab = engine.config.hidden_size, engine.config.vocab_size
+    basis, weights = 4 * (hidden + 1) * hidden, 2 * vocab * hidden + 4 * vocab * (head == "int8")
+    for needed, ask in ((basis, engine.embeddings), (weights, lambda ids: engine.head_logits(last))):
+        device.free = needed - 1
+        with pytest.raises(
+            QuasarError, match=r"the drafter needs 0.00 GB on a double beside the plan, 0.00 GB are free; take"
+        ):
+            ask(ids)
+        device.free = needed
+        ask(ids)
+        device.free = 0
     np.testing.assert_allclose(engine.embeddings(ids), expected, atol=0.01 * expected.std())
-    before, needed = engine.device_bytes, 2 * engine.config.vocab_size * engine.config.hidden_size
-    engine.trt.device.free = needed - 1
-    with pytest.raises(QuasarError, match=r"reads the model's head, which needs 0.00 GB on a double beside the plan"):
-        engine.head_logits(states[-1][0].numpy())
-    engine.trt.device.free = needed
-    logits = states[-1][0].numpy() @ deep_model.lm_head.weight.detach().numpy().T
-    for _ in range(2):
-        found = engine.head_logits(states[-1][0].numpy())
-        engine.trt.device.free = 0
-        assert found.shape == logits.shape and found.dtype == np.float32
-        np.testing.assert_allclose(found, logits, atol=0.05 * logits.std())
-        assert engine.device_bytes == before + needed
+    found = engine.head_logits(last)
+    assert found.shape == logits.shape and found.dtype == np.float32
+    np.testing.assert_allclose(found, logits, atol=0.05 * logits.std())
+    assert engine.device_bytes == plan_bytes + basis + weights
 
 
 @pytest.mark.parametrize("weights", ["BF16", "INT8"])
