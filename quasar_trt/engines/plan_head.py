@@ -36,7 +36,7 @@ class PlanHead:
         """That of the source goes to the device, where it is another than the engine's."""
         if not self._has_basis:
             arrays = self._basis.rotation, self._basis.norm
-            self._basis = SourceBasis(*self._on_device([(torch.from_numpy(array), torch.float32) for array in arrays]))
+            self._basis = SourceBasis(*self._on_device([(torch.tensor(array), torch.float32) for array in arrays]))
             self._has_basis = True
 
     def states(self, states: Tensor, behind_norm: bool) -> Tensor:
@@ -57,7 +57,7 @@ class PlanHead:
             self.load_basis()
             self._weights = self._weights or self._on_device(self._head)
             weight, *scale = self._weights
-            rows = self._basis.for_head(torch.from_numpy(states).to(self._device.torch_device))
+            rows = self._basis.for_head(torch.tensor(states, device=self._device.torch_device))
             found = (rows.to(weight.dtype) @ weight.T).float()
             for each in scale:
                 found *= each
