@@ -113,7 +113,7 @@ def _shapes(config: ModelConfig, capacity: int, every: Sequence[PassSizes]) -> d
         bindings.INPUT_IDS: [(most.batch, most.rows) for most in every],
         bindings.POSITIONS: [(most.batch, most.rows) for most in every],
         bindings.PAST_LENGTHS: [(most.batch,) for most in every],
-        bindings.KEY_VALUE_LENGTHS: [(most.batch,) for most in every],
+        bindings.VISIBLE: [(most.batch, 1, most.rows, most.rows + 2) for most in every],
         bindings.LOGITS_ROWS: [(most.wanted,) for most in every],
     }
     slot = (config.num_key_value_heads, capacity, config.head_size)

@@ -17,8 +17,16 @@ DTYPES = {
     "INT8": torch.int8,
     "INT32": torch.int32,
     "INT64": torch.int64,
+    "BOOL": torch.bool,
 }
-_ELEMENTWISE = {"SUM": torch.add, "PROD": torch.mul, "DIV": torch.div}
+_ELEMENTWISE = {
+    "SUM": torch.add,
+    "SUB": torch.sub,
+    "PROD": torch.mul,
+    "DIV": torch.div,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+}
 
 
 def _constant(node: Node) -> Tensor:
@@ -43,6 +51,16 @@ def _slice(node: Node, x: Tensor, start: None = None, shape: Tensor | None = Non
         assert stride == 1 and start + count <= x.shape[axis]
         x = x.narrow(axis, start, count)
     return x
+
+
+def _gather(node: Node, x: Tensor, indices: Tensor) -> Tensor:
+    axis = node.attributes["axis"]
+    assert node.attributes["mode"] == "DEFAULT" and 0 <= int(indices.min()) <= int(indices.max()) < x.shape[axis]
+    if not node.attributes["num_elementwise_dims"]:
+        assert axis == 0
+        return x[indices.long()]
+    assert indices.ndim == 2
+    return torch.stack([each.index_select(axis - 1, picked) for each, picked in zip(x, indices, strict=True)])
 
 
 def _reduce(node: Node, x: Tensor) -> Tensor:
@@ -95,15 +113,14 @@ def _kv_cache_update(node: Node, cache: Tensor, update: Tensor, starts: Tensor) 
     return cache
 
 
-def _attention(node: Node, queries: Tensor, keys: Tensor, values: Tensor, *rest: Tensor | None) -> Tensor:
-    assert node.attributes["causal_kind"] == "LOWER_RIGHT" and node.attributes["norm_op"] == "SOFTMAX"
+def _attention(node: Node, queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+    """As TensorRT-RTX adds the mask: what has become NaN stays so."""
+    assert node.attributes["causal_kind"] == "NONE" and node.attributes["norm_op"] == "SOFTMAX"
     batch, heads, rows, size = queries.shape
-    lengths = rest[-1].long()
     grouped = queries.reshape(batch, keys.shape[1], -1, rows, size).float()
     scores = grouped @ keys[:, :, None].float().mT
-    last = lengths[:, None] - rows + torch.arange(rows)  # position of each row, [batch, rows]
-    later = torch.arange(keys.shape[2]) > last[:, :, None]
-    weights = scores.masked_fill(later[:, None, None], -math.inf).softmax(dim=-1)
+    mask = torch.zeros(visible.shape).masked_fill(~visible, -math.inf)
+    weights = (scores + mask[:, :, None]).softmax(dim=-1)
     return (weights @ values[:, :, None].float()).reshape(batch, heads, rows, size)
 
 
@@ -123,7 +140,7 @@ def _plugin(node: Node, x: Tensor, *inputs: Tensor) -> tuple[Tensor, ...] | Tens
 
 _COMPUTE = {
     "CAST": lambda node, x: x,  # to the type of the output, as every result
-    "GATHER": lambda node, x, indices: x[indices.long()],
+    "GATHER": _gather,
     "SHUFFLE": _shuffle,
     "SLICE": _slice,
     "SHAPE": lambda node, x: torch.tensor(x.shape),

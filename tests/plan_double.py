@@ -247,9 +247,9 @@ class _Context:
         (wanted,) = shapes[bindings.LOGITS_ROWS]
         most = self._trt.bounds[self._profile]
         assert 1 <= batch <= most.batch and 1 <= rows <= most.rows and 1 <= wanted <= most.wanted
-        for tensor in graph.outputs:
-            if tensor.name != bindings.LOGITS:  # updated in place
-                assert addresses[tensor.name] == addresses[f"past_{tensor.name}"]
+        updated = [tensor for tensor in graph.outputs if f"past_{tensor.name}" in addresses]
+        for tensor in updated:  # in place
+            assert addresses[tensor.name] == addresses[f"past_{tensor.name}"]
         span = int(_tensor(addresses[bindings.SPAN], "INT64", (1,)))  # read by the host, now
         changes = self._changes
 
@@ -259,14 +259,17 @@ class _Context:
                 for tensor in graph.inputs
             }
             inputs[bindings.SPAN] = torch.tensor([span])
-            longest = int(inputs[bindings.KEY_VALUE_LENGTHS].max())
+            longest = int(inputs[bindings.PAST_LENGTHS].max()) + rows
             assert longest <= span <= sizes.capacity
             assert int(inputs[bindings.LOGITS_ROWS].min()) >= 0
             assert int(inputs[bindings.LOGITS_ROWS].max()) < batch * rows
             self._trt.passes.append(shapes)
             self._trt.spans.append(span)
-            result = self._compute(inputs)[bindings.LOGITS]
-            _tensor(addresses[bindings.LOGITS], graph.outputs[-1].dtype, tuple(result.shape)).copy_(result)
+            found = self._compute(inputs)
+            for tensor in graph.outputs:
+                if tensor not in updated:
+                    result = found[tensor.name]
+                    _tensor(addresses[tensor.name], tensor.dtype, tuple(result.shape)).copy_(result)
 
         def unchanged() -> None:
             assert self._changes == changes, "the context has changed since its graph was captured"

@@ -84,6 +84,11 @@ def _shuffled(layer):
     return x.dtype, [wanted[axis] for axis in layer.second_transpose[: len(wanted)]]
 
 
+def _gathered(layer):
+    x, indices = layer.inputs
+    return x.dtype, (*x.shape[: layer.axis], *indices.shape[layer.num_elementwise_dims :], *x.shape[layer.axis + 1 :])
+
+
 def _sliced(layer):
     x = layer.inputs[0]
     sizes = dict(zip(layer.axes, layer.shape if layer.num_inputs == 1 else [-1], strict=True))
@@ -159,10 +164,8 @@ class RecordedNetwork:
         return RecordedLayer(self, "CAST", [x], lambda layer: (dtype, x.shape), to_type=dtype)
 
     def add_gather(self, x, indices, axis):
-        assert axis == 0
         mode = self.trt.GatherMode.DEFAULT
-        infer = lambda layer: (x.dtype, indices.shape + x.shape[1:])  # noqa: E731
-        return RecordedLayer(self, "GATHER", [x, indices], infer, axis=axis, mode=mode, num_elementwise_dims=0)
+        return RecordedLayer(self, "GATHER", [x, indices], _gathered, axis=axis, mode=mode, num_elementwise_dims=0)
 
     def add_shuffle(self, x):
         attributes = {"first_transpose": _KEEP, "second_transpose": _KEEP, "zero_is_placeholder": True}
@@ -262,10 +265,10 @@ class _Attention:
         self._first = RecordedLayer(network, "ATTENTION_INPUT", inputs, _same, attention=self)
         self._last = RecordedLayer(network, "ATTENTION_OUTPUT", [None], _same)
 
-    def _set_lengths(self, tensor):
-        self._first.inputs += [None, None, None, tensor]
+    def _set_mask(self, tensor):
+        self._first.inputs.append(tensor)
 
-    key_value_lengths = property(None, _set_lengths)
+    mask = property(None, _set_mask)
 
     def get_output(self, index):
         self._last.inputs = [self._first.get_output(0)]

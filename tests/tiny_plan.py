@@ -76,12 +76,12 @@ def install(monkeypatch, trt: TensorRTDouble) -> TensorRTDouble:
     return trt
 
 
-def double_of(directory: Path, rtx: bool = True) -> TensorRTDouble:
-    """Whose plans compute the checkpoint in an engine directory with limits LIMITS."""
-    checkpoint = Checkpoint.open(directory / "checkpoint")
+def double_of(directory: Path, rtx: bool = True, limits: Limits = LIMITS) -> TensorRTDouble:
+    """Whose plans compute the checkpoint in an engine directory with these limits."""
+    checkpoint, sizes = Checkpoint.open(directory / "checkpoint"), PlanSizes(limits, SIZES.prefill_rows)
     tensors = load_tensors(checkpoint.paths[0])
-    computed = decoder_graph(real_network(), checkpoint.config, checkpoint.recipe, tensors, SIZES.capacity)
-    return TensorRTDouble(computed, SIZES, CpuDevice(), rtx)
+    computed = decoder_graph(real_network(), checkpoint.config, checkpoint.recipe, tensors, sizes.capacity)
+    return TensorRTDouble(computed, sizes, CpuDevice(), rtx)
 
 
 def reference_engine() -> ReferenceEngine:
@@ -89,20 +89,23 @@ def reference_engine() -> ReferenceEngine:
 
 
 def steps(engine, batch, keep=lambda index, drafted: drafted):
-    """Runs one pass; returns the logits that `accept` saw, by index. keep: accepted tokens of an entry's draft."""
+    """Runs one pass; returns the logits that `accept` saw, by index. keep: accepted tokens of an entry's draft, of a tree the path."""
     seen = {}
 
     def accept(index, logits):
         seen[index] = logits.copy()
-        return Acceptance((0,), keep(index, len(logits) - 1))
+        kept = keep(index, len(logits) - 1)
+        return Acceptance((0,), len(kept), kept) if isinstance(kept, tuple) else Acceptance((0,), kept)
 
     engine.step(batch, accept)
     return seen
 
 
-def entry(sequence, count, drafted=0, seed=0, **options):
+def entry(sequence, count, drafted=0, seed=0, parents=None, **options):
+    """parents: of the draft tokens where they are a tree."""
+    drafted = drafted if parents is None else len(parents)
     ids = random_ids(MODEL[0], count + drafted, seed=seed)
-    return SequenceStep(sequence, ids[:count], Draft(tuple(ids[count:])), **options)
+    return SequenceStep(sequence, ids[:count], Draft(tuple(ids[count:]), parents), **options)
 
 
 def assert_same_logits(found, expected):

@@ -1,7 +1,7 @@
 """The decoder of every supported architecture as a network; bindings as `quasar_trt.engines.plan_bindings` says.
 
 The residual stream, norms, RoPE and the product inside of the MLP are float32. What linears and attention read and write,
-the keys and values in the cache and the logits are `dtype`.
+the keys and values in the cache, the hidden states that are given and the logits are `dtype`.
 """
 
 from __future__ import annotations
@@ -56,21 +56,36 @@ class DecoderNetwork:
         ids = writer.input(bindings.INPUT_IDS, "int32", (-1, -1))
         positions = writer.input(bindings.POSITIONS, "int32", (-1, -1))
         self._past_lengths = writer.input(bindings.PAST_LENGTHS, "int32", (-1,))
-        self._lengths = writer.input(bindings.KEY_VALUE_LENGTHS, "int32", (-1,))
         self._span = writer.input(bindings.SPAN, "int64", (1,))
         wanted = writer.input(bindings.LOGITS_ROWS, "int32", (-1,))
+        visible = writer.input(bindings.VISIBLE, "bool", (-1, 1, -1, -1))
         batch_and_rows = writer.shape(ids)
         heads = self.config.num_attention_heads + 2 * self.config.num_key_value_heads
         self._sizes = writer.head_sizes(batch_and_rows, heads, self.config.head_size)
         tables = map(np.ascontiguousarray, rope_tables(self.config, self.capacity))
         self._cos, self._sin = (writer.gather(writer.constant(table), positions) for table in tables)
+        self._visible = writer.gather_columns(visible, self._columns(batch_and_rows))
 
         embedding = writer.constant(self.tensors[EMBEDDING])
         x = writer.reshape(writer.gather(embedding, ids), (-1, self.config.hidden_size))
         x = writer.cast(x, "float32")
+        places = bindings.state_places(self.config)
         for i in range(self.config.num_hidden_layers):
+            if i in places:
+                writer.output(bindings.state_binding(i), writer.cast(x, self.dtype))
             x = self._layer(i, x)
+        if self.config.num_hidden_layers in places:
+            writer.output(bindings.state_binding(self.config.num_hidden_layers), self.linears.final_states(x))
         writer.output(bindings.LOGITS, self.linears.head(writer.gather(x, wanted)))
+
+    def _columns(self, batch_and_rows):
+        """The column of the input `visible` that each key of a slot belongs to, int32 [batch, span]."""
+        writer = self.writer
+        zero, one = (writer.constant(np.full((1, 1), value, np.int32)) for value in (0, 1))
+        keys = writer.first_rows(writer.constant(np.arange(self.capacity, dtype=np.int32)[:, None]), self._span)
+        new = writer.subtract(writer.reshape(keys, (1, -1)), writer.reshape(self._past_lengths, (-1, 1)))
+        behind = writer.add(writer.size(batch_and_rows, 1), one)
+        return writer.smaller(writer.larger(writer.add(new, one), zero), behind)
 
     def _layer(self, i: int, x):
         """x float32 [batch * rows, hidden_size] -> the same."""
@@ -109,7 +124,7 @@ class DecoderNetwork:
         # one kernel, which joining asks for, instead of in two.
         cut = writer.first_rows(writer.join_heads(cached), self._span)
         keys, values = (writer.part(cut, first, kv_heads) for first in (0, kv_heads))
-        attended = writer.attention(writer.cast(queries, self.dtype), keys, values, self._lengths)
+        attended = writer.attention(writer.cast(queries, self.dtype), keys, values, self._visible)
         return writer.from_heads(attended, config.attention_size)
 
     def _rotated(self, i: int, x):

@@ -93,7 +93,7 @@ class WeightOnly:
 
     def _head_product(self, x):
         """The head's logits of x before anything is rescored."""
-        return self._product(_HEAD, self._final_states(x), self.recipe.lm_head in ("int8", "rescored"))
+        return self._product(_HEAD, self.final_states(x), self.recipe.lm_head in ("int8", "rescored"))
 
     def _rescored(self, logits, x):
         """The largest logits of each row replaced by those of the BF16 head."""
@@ -101,11 +101,12 @@ class WeightOnly:
         count = min(RESCORED, self.config.logits_size)
         best = writer.top_indices(logits, count)
         rows = writer.cast(writer.gather(writer.constant(self.tensors[HEAD_ROWS]), best), self.dtype)
-        columns = writer.reshape(self._final_states(x), (-1, self.config.hidden_size, 1))
+        columns = writer.reshape(self.final_states(x), (-1, self.config.hidden_size, 1))
         exact = writer.reshape(writer.multiply_matrices(rows, columns), (-1, count))
         return writer.replace_columns(logits, best, exact)
 
-    def _final_states(self, x):
+    def final_states(self, x):
+        """x float32 behind the final norm, in `dtype`."""
         return self.writer.cast(self._norm(_FINAL_NORM, x), self.dtype)
 
     def _norm(self, name: str, x):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 # Names of types as torch and numpy spell them -> members of DataType.
-_DTYPES = {"bfloat16": "BF16", "float32": "FLOAT", "int32": "INT32", "int64": "INT64", "int8": "INT8"}
+_DTYPES = {"bfloat16": "BF16", "float32": "FLOAT", "int32": "INT32", "int64": "INT64", "int8": "INT8", "bool": "BOOL"}
 # (network, operation below `quasar::`, input tensors, attributes) -> output tensors
 AddPlugin = Callable[[object, str, Sequence[object], dict], Sequence[object]]
 
@@ -65,6 +65,13 @@ class NetworkWriter:
         """Slices of x along its first axis."""
         return self._out(self._network.add_gather(x, indices, 0))
 
+    def gather_columns(self, x, indices):
+        """Columns of x [batch, 1, rows, columns], of each of the batch those that indices, int32 [batch, count], name:
+        [batch, 1, rows, count]."""
+        layer = self._network.add_gather(x, indices, 3)
+        layer.num_elementwise_dims = 1
+        return self._out(layer)
+
     def reshape(self, x, shape: Sequence[int]):
         """0 keeps the size of that axis, -1 is what remains."""
         layer = self._network.add_shuffle(x)
@@ -73,24 +80,27 @@ class NetworkWriter:
 
     def part(self, x, start: int, count: int):
         """Columns of x [rows, columns], heads of x [batch, heads, rows, size]."""
-        layer = self._network.add_slice(x, (start,), (count,), (1,))
-        layer.axes = (1,)
-        return self._out(layer)
+        return self._part(x, 1, start, count)
 
     def join_heads(self, tensors):
         """Tensors [batch, heads, rows, size] as one."""
         return self._joined(tensors, 1)
 
     def first_rows(self, x, count):
-        """The first rows of x [batch, heads, capacity, size], as many as the input `count`, int64 [1], says."""
-        layer = self._network.add_slice(x, (0,), (x.shape[2],), (1,))
-        layer.axes = (2,)
+        """The first rows of x [..., capacity, size], as many as the input `count`, int64 [1], says."""
+        axis = len(x.shape) - 2
+        layer = self._network.add_slice(x, (0,), (x.shape[axis],), (1,))
+        layer.axes = (axis,)
         layer.set_input(2, count)
         return self._out(layer)
 
     def shape(self, x):
         """The sizes of x, int64 [rank]."""
         return self._out(self._network.add_shape(x))
+
+    def size(self, shape, axis: int):
+        """The size of an axis, int32 [1, 1]; shape: as the method gives it."""
+        return self.reshape(self.cast(self._part(shape, 0, axis, 1), "int32"), (1, 1))
 
     def head_sizes(self, batch_and_rows, heads: int, size: int):
         """int64 [4]: batch, rows, heads, size, of batch_and_rows int64 [2]."""
@@ -112,6 +122,15 @@ class NetworkWriter:
 
     def add(self, x, y):
         return self._elementwise(x, y, "SUM")
+
+    def subtract(self, x, y):
+        return self._elementwise(x, y, "SUB")
+
+    def smaller(self, x, y):
+        return self._elementwise(x, y, "MIN")
+
+    def larger(self, x, y):
+        return self._elementwise(x, y, "MAX")
 
     def multiply(self, x, y):
         return self._elementwise(x, y, "PROD")
@@ -180,17 +199,12 @@ class NetworkWriter:
         """cache [batch, heads, capacity, size] with update [batch, heads, rows, size] written at start, int32 [batch]."""
         return self._out(self._network.add_kv_cache_update(cache, update, start, self._trt.KVCacheMode.LINEAR))
 
-    def attention(self, queries, keys, values, lengths):
-        """softmax(queries @ keys.T) @ values, queries [batch, heads, rows, size] being the last of `lengths`, int32 [batch],
-        rows of keys and values [batch, kv heads, capacity, size]; a row sees those before it and itself."""
-        layer = self._network.add_attention_v2(
-            queries,
-            keys,
-            values,
-            self._trt.AttentionNormalizationOp.SOFTMAX,
-            self._trt.CausalMaskKind.LOWER_RIGHT,
-        )
-        layer.key_value_lengths = lengths
+    def attention(self, queries, keys, values, visible):
+        """softmax(queries @ keys.T) @ values of queries [batch, heads, rows, size], keys and values [batch, kv heads, span, size], over
+        those keys alone that a row sees as `visible`, bool [batch, 1, rows, span], says."""
+        kinds = self._trt.AttentionNormalizationOp.SOFTMAX, self._trt.CausalMaskKind.NONE
+        layer = self._network.add_attention_v2(queries, keys, values, *kinds)
+        layer.mask = visible
         layer.decomposable = True  # not every head size has a fused kernel
         return self._out(layer)
 
@@ -201,6 +215,11 @@ class NetworkWriter:
     def plugin(self, operation: str, *inputs, **attributes) -> Sequence[object]:
         """The outputs of an operation as `quasar_trt.plugins.tensorrt` registers it."""
         return self._add_plugin(self._network, operation, inputs, attributes)
+
+    def _part(self, x, axis: int, start: int, count: int):
+        layer = self._network.add_slice(x, (start,), (count,), (1,))
+        layer.axes = (axis,)
+        return self._out(layer)
 
     def _joined(self, tensors, axis: int):
         layer = self._network.add_concatenation(tensors)

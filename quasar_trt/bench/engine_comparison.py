@@ -1,4 +1,4 @@
-"""An engine beside the reference engine: the ids they emit, and the logits of the same rows."""
+"""An engine beside the reference engine: the ids they emit, and the logits and hidden states of the same rows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import numpy as np
 from quasar_trt.drafters.base import Draft
 from quasar_trt.drafters.registry import make_drafter
 from quasar_trt.engines.base import Acceptance, Engine, SequenceStep
+from quasar_trt.engines.plan_bindings import state_places
 from quasar_trt.runner import Runner
 from quasar_trt.sampling_params import SamplingParams
 
 # Logits. Roundings to BF16 move a logit near 20 by up to 0.06, and those before it by several times as much.
 WIDEST_GAP = 0.5
 LARGEST_KL = 0.01
+FARTHEST_STATES = 0.2  # relative; those of another basis or row are as far away as they are large, or farther
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class EngineComparison:
 
     gap: where ids part, the most by which the reference engine prefers its own id, in logits. Of an engine that gives its
     logits, over all rows of the reference engine's answers: kl, the mean of KL(reference || engine); agreement, the share of
-    rows with the same most probable id; difference, the largest of two logits. None where an engine gives none.
+    rows with the same most probable id; difference, the largest of two logits. states: the distance of the hidden states over the first
+    prompt and its answer, relative to their size, at the place where it is largest. None where an engine gives none.
     """
 
     num_prompts: int
@@ -34,6 +37,7 @@ class EngineComparison:
     kl: float | None = None
     agreement: float | None = None
     difference: float | None = None
+    states: float | None = None
 
     @property
     def failure(self) -> str:
@@ -45,18 +49,21 @@ class EngineComparison:
             )
         if self.kl is not None and not self.kl <= LARGEST_KL:
             failures.append(f"KL to the reference engine is {self.kl:.4f}, more than {LARGEST_KL}")
+        if self.states is not None and not self.states <= FARTHEST_STATES:
+            failures.append(f"hidden states are {self.states:.3f} of their size off, more than {FARTHEST_STATES}")
         return "; ".join(failures)
 
     def to_dict(self) -> dict:
-        return dataclasses.asdict(self) | {"widest_gap_allowed": WIDEST_GAP, "largest_kl_allowed": LARGEST_KL}
+        allowed = {"widest_gap": WIDEST_GAP, "largest_kl": LARGEST_KL, "farthest_states": FARTHEST_STATES}
+        return dataclasses.asdict(self) | {f"{name}_allowed": value for name, value in allowed.items()}
 
 
 def compare(
     engine: Engine, reference: Engine, prompts: Sequence[list[int]], max_tokens: int, max_draft_len: int
 ) -> EngineComparison:
-    """Answers the prompts with both, greedily; the engine with drafts of up to max_draft_len."""
+    """Answers the prompts with both, greedily; the engine with drafts of up to max_draft_len, trees where it verifies such."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    drafter = make_drafter("suffix", {"num_speculative_tokens": max_draft_len})
+    drafter = make_drafter("suffix", {"num_speculative_tokens": max_draft_len, "branches": 2})
     found = _answers(Runner(engine, drafter=drafter, max_draft_len=max_draft_len), prompts, params)
     expected = _answers(Runner(reference), prompts, params)
     gap, kls, same, difference = 0.0, [], [], 0.0
@@ -74,7 +81,12 @@ def compare(
     num_equal = sum(answer == own for answer, own in zip(expected, found, strict=True))
     if not kls:
         return EngineComparison(len(prompts), num_equal, gap)
-    return EngineComparison(len(prompts), num_equal, gap, float(np.mean(kls)), float(np.mean(same)), difference)
+    states = None
+    if engine.capabilities.hidden_states and reference.capabilities.hidden_states:
+        text, places = [*prompts[0], *expected[0][:-1]], state_places(engine.config)
+        rows, own_rows = (states_of(each, text, places) for each in (reference, engine))
+        states = float((_norms(own_rows - rows) / _norms(rows)).max())
+    return EngineComparison(len(prompts), num_equal, gap, float(np.mean(kls)), float(np.mean(same)), difference, states)
 
 
 def logits_of(engine: Engine, prompt: list[int], answer: list[int], max_draft_len: int) -> np.ndarray:
@@ -95,6 +107,26 @@ def logits_of(engine: Engine, prompt: list[int], answer: list[int], max_draft_le
     finally:
         engine.close(sequence)
     return np.concatenate(parts)[:, : engine.config.vocab_size]
+
+
+def states_of(engine: Engine, ids: list[int], places: Sequence[int]) -> np.ndarray:
+    """float32 [ids, places, hidden_size]: the hidden states of a text."""
+    sequence, parts, most = engine.open(), [], engine.capabilities.max_rows
+    engine.keep_hidden_states(places)
+    try:
+        for start in range(0, len(ids), most):
+            chunk = ids[start : start + most]
+            engine.step([SequenceStep(sequence, chunk, needs_logits=False)], lambda index, logits: None)
+            parts.append(engine.hidden_states(0, range(len(chunk))))
+    finally:
+        engine.keep_hidden_states(())
+        engine.close(sequence)
+    return np.concatenate(parts)
+
+
+def _norms(states: np.ndarray) -> np.ndarray:
+    """Of each place, over all tokens."""
+    return np.sqrt(np.square(states.astype(np.float64)).sum(axis=(0, 2)))
 
 
 def _answers(runner: Runner, prompts: Sequence[list[int]], params: SamplingParams) -> list[list[int]]:

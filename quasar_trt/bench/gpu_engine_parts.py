@@ -107,8 +107,20 @@ def _outcome(title: str, found: dict[str, EngineComparison]) -> Outcome:
         equal = f"{one.num_equal}/{one.num_prompts}"
         figure = Alarm if one.failure else str
         same, difference = number(one.agreement, ".2%"), number(one.difference, ".3f")
-        rows.append((weights, equal, figure(f"{one.gap:.3f}"), figure(number(one.kl, ".5f")), same, difference))
-    headings = ("weights", "answers\nas reference", "gap where\nids part", "KL", "same\ntop id", "largest\ndifference")
-    table = FigureTable(f"{title}, beside the reference engine", headings, rows, "Gaps and differences of logits.")
+        gap, kl, states = (
+            figure(number(value, spec)) for value, spec in ((one.gap, ".3f"), (one.kl, ".5f"), (one.states, ".3f"))
+        )
+        rows.append((weights, equal, gap, kl, same, difference, states))
+    headings = (
+        "weights",
+        "answers\nas reference",
+        "gap where\nids part",
+        "KL",
+        "same\ntop id",
+        "largest\ndifference",
+        "states",
+    )
+    note = "Gaps and differences of logits; hidden states relative to their size."
+    table = FigureTable(f"{title}, beside the reference engine", headings, rows, note)
     failure = "; ".join(f"{weights}: {one.failure}" for weights, one in found.items() if one.failure)
     return Outcome({weights: one.to_dict() for weights, one in found.items()}, [table], failure)

@@ -17,7 +17,7 @@ import numpy as np
 from quasar_trt.drafters.draft_linear import DraftLinears, rms_norm
 from quasar_trt.drafters.eagle_layer import LayerPart, LayerWeights, NativeEagleLayer
 from quasar_trt.drafters.eagle_layer_plain import PlainEagleLayer
-from quasar_trt.drafters.head_files import check_shapes, read_config, read_weights
+from quasar_trt.drafters.head_files import EAGLE3_LAYERS, check_shapes, eagle3_places, read_config, read_weights
 from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig, whole_number
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EMBEDDING = "embed_tokens.weight"
-_LEAST_LAYERS = 7  # for three different states
 
 
 class EagleHead:
@@ -53,11 +52,11 @@ class EagleHead:
                 f"{where} has vocab_size {config.vocab_size}, the engine's model {model.vocab_size}; take the head of this model"
             )
         layers = model.num_hidden_layers
-        if self._third and layers < _LEAST_LAYERS:
+        self.hidden_layers = eagle3_places(layers) if self._third else (layers,)
+        if not self.hidden_layers:
             raise QuasarError(
-                f"{path} is an EAGLE-3 head, the model has {layers} layers; allowed: {_LEAST_LAYERS} or more"
+                f"{path} is an EAGLE-3 head, the model has {layers} layers; allowed: {EAGLE3_LAYERS} or more"
             )
-        self.hidden_layers = (2, layers // 2, layers - 3) if self._third else (layers,)
         expected, optional = _layer_shapes(config, prefix, 2 if self._third else 1)
         if self._third:
             _expect_third(expected, optional, values, config, model, where)

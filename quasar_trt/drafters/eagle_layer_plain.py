@@ -53,11 +53,12 @@ class PlainEagleLayer(EagleLayer):
             rows = slice(first, first := first + part.num_rows)
             cached = self._caches[part.text]
             length = cached.shape[1]
-            rotated = self._rotate(qkv[rows, : heads + kv_heads], length + depths(part.num_rows, part.parents).numpy())
+            seen = visible_rows(part.num_rows, part.parents)
+            rotated = self._rotate(qkv[rows, : heads + kv_heads], length + depths(seen))
             new = np.stack([rotated[:, heads:], qkv[rows, heads + kv_heads :]])
             self._caches[part.text] = keys, values = np.concatenate([cached, new], axis=1)
             visible = np.ones((part.num_rows, length + part.num_rows), bool)
-            visible[:, length:] = visible_rows(part.num_rows, part.parents).numpy()
+            visible[:, length:] = seen
             attended.append(_attend(rotated[:, :heads], keys, values, visible))
         x = residual + self._dense(np.concatenate(attended))
         normed = rms_norm(x, self._norm, config.norm_epsilon)

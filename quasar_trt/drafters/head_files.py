@@ -14,7 +14,13 @@ from quasar_trt.json_file import read_json
 if TYPE_CHECKING:
     from torch import Tensor
 
+EAGLE3_LAYERS = 7  # that a model has at least
 WEIGHT_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors", "pytorch_model.bin")
+
+
+def eagle3_places(num_hidden_layers: int) -> tuple[int, ...]:
+    """The layers whose entering states EAGLE-3 reads; none in a model with too few for three different ones."""
+    return (2, num_hidden_layers // 2, num_hidden_layers - 3) if num_hidden_layers >= EAGLE3_LAYERS else ()
 
 
 def read_config(directory: Path) -> dict:
@@ -69,5 +75,6 @@ def check_engine(engine: Engine, drafter: str) -> None:
     """Raises QuasarError for an engine without hidden states."""
     if not engine.capabilities.hidden_states:
         raise QuasarError(
-            f"drafter '{drafter}' reads hidden states, which this engine does not give; engines 'cpu' and 'reference' of one rank do"
+            f"drafter '{drafter}' reads hidden states, which this engine does not give; engines 'cpu', 'reference' and 'tensorrt' of one "
+            "rank do"
         )

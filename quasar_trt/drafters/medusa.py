@@ -65,6 +65,7 @@ class MedusaDrafter(Drafter):
         self._passes = HeadPasses(step_cost, lambda rows: self._guess(np.zeros((rows, config.hidden_size), np.float32)))
 
     def propose(self, batch: Sequence[DraftRequest]) -> list[Draft]:
+        self._passes.begin()
         # A prompt's last token enters the cache in the same pass as its draft would.
         ready = [index for index, request in enumerate(batch) if self._knows(request)]
         drafts = [NO_DRAFT] * len(batch)

@@ -16,7 +16,7 @@ import torch
 from quasar_trt.engines.cuda_device import CudaDevice
 from quasar_trt.engines.plan_bindings import PlanSizes
 from quasar_trt.engines.plan_context import PlanContext
-from quasar_trt.engines.plan_memory import PassShape, PlanMemory
+from quasar_trt.engines.plan_memory import PassShape, PlanMemory, Trees
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig
 from quasar_trt.tensorrt_stack import quiet_logger
@@ -33,7 +33,7 @@ class PlanSession:
     context may not change while a graph of it is in use, so each has its own, and all share the memory they compute in.
     TensorRT-RTX captures by itself.
 
-    trt: the module that compiled the plan; name: of the plan, as no other plan has it. slot_bytes: of a slot's keys and values;
+    trt: the module that compiled the plan; name: of the plan, as no other plan has it. memory: what passes read and write.
     device_bytes: all that plan and session take. progress: odd within what several ranks do together.
 
     Raises QuasarError when memory does not suffice, naming both numbers, and when the plan cannot be loaded, with the reason
@@ -57,11 +57,9 @@ class PlanSession:
             self._engine = self._runtime.deserialize_cuda_engine(content)
         if self._engine is None:
             raise QuasarError(f"{path} cannot be loaded: {self._logger.first_error}; build the engine again")
-        logits = sizes.largest.wanted * config.vocab_size * (torch.bfloat16.itemsize + torch.float32.itemsize)
-        others = caches + logits + self._engine.device_memory_size_v2
+        others = caches + sizes.output_bytes(config) + self._engine.device_memory_size_v2
         _check_memory(others, device, path, sizes)
-        self._memory = PlanMemory(device, config, sizes, lambda name: _DTYPES[self._engine.get_tensor_dtype(name).name])
-        self.slot_bytes = self._memory.slot_bytes
+        self.memory = PlanMemory(device, config, sizes, lambda name: _DTYPES[self._engine.get_tensor_dtype(name).name])
         self.device_bytes = weights + others
         # None where TensorRT captures graphs by itself.
         self._graphs: OrderedDict[PassShape, tuple[PlanContext, Callable[[], None]]] | None = None
@@ -91,29 +89,29 @@ class PlanSession:
         finally:
             self.progress += 1
 
-    def run(self, first_slot: int, ids: np.ndarray, past_lengths: np.ndarray, wanted: Sequence[int]) -> np.ndarray:
+    def run(
+        self,
+        first_slot: int,
+        ids: np.ndarray,
+        past_lengths: np.ndarray,
+        wanted: Sequence[int],
+        trees: Trees | None = None,
+    ) -> np.ndarray:
         """One pass over neighbouring slots from `first_slot`.
 
         ids: int32 [batch, rows], padded at the end; past_lengths: int32 [batch], tokens that each slot holds; wanted:
-        which of the batch * rows rows have logits. Returns these, float32 [wanted, vocab], valid until the next pass. Raises
-        RuntimeError when TensorRT refuses or fails.
+        which of the batch * rows rows have logits; trees: by places in the batch, all others are chains. Returns the logits, float32
+        [wanted, vocab], valid until the next pass. Raises RuntimeError when TensorRT refuses or fails.
         """
         self._logger.forget()
-        shape = self._memory.send(first_slot, ids, past_lengths, wanted)
+        shape = self.memory.send(first_slot, ids, past_lengths, wanted, trees or {})
         with self._together():
             if self._graphs is None or shape.rows > self._sizes.verify.rows:
                 self._context.bind(shape)
                 self._context.execute()
             else:
                 self._verify(shape)
-            return self._memory.receive(len(wanted))
-
-    def clear(self, slot: int) -> None:
-        self._memory.clear(slot)
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """The first `length` tokens of a slot into another."""
-        self._memory.copy(source, target, length)
+            return self.memory.receive(len(wanted), ids.size)
 
     def _verify(self, shape: PassShape) -> None:
         if shape in self._graphs:
@@ -140,7 +138,7 @@ class PlanSession:
         if self._graphs is not None:
             context.set_device_memory(self._scratch.data_ptr(), self._scratch.nbytes)
         profiles = self._sizes if self._engine.num_optimization_profiles > 1 else None
-        return PlanContext(context, self._logger, self._memory, self.device, profiles)
+        return PlanContext(context, self._logger, self.memory, self.device, profiles)
 
     def _capturing_config(self, name: str):
         """TensorRT-RTX captures a graph of each shape of pass and window of slots, as all other addresses stay.

@@ -121,7 +121,7 @@ class ReferenceModel:
         kept = {} if kept is None else kept
         x, rotations = self.embed(batch), self.rotations(batch, parents)
         trees = parents or [()] * len(batch)
-        masks = [visible_rows(len(ids), each) for (ids, _), each in zip(batch, trees, strict=True)]
+        masks = [torch.from_numpy(visible_rows(len(ids), each)) for (ids, _), each in zip(batch, trees, strict=True)]
         for i in range(self.config.num_hidden_layers):
             if i in kept:
                 kept[i] = x
@@ -205,9 +205,10 @@ class ReferenceModel:
     def rotations(self, batch: Batch, parents: Parents | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin of the packed rows, each [rows, 1, head_size / 2]; the tables grow as positions ask for it."""
         trees = parents or [()] * len(batch)
-        positions = torch.cat(
-            [cache.length + depths(len(ids), each) for (ids, cache), each in zip(batch, trees, strict=True)]
-        )
+        found = [
+            cache.length + depths(visible_rows(len(ids), each)) for (ids, cache), each in zip(batch, trees, strict=True)
+        ]
+        positions = torch.from_numpy(np.concatenate(found))
         needed = int(positions.max()) + 1
         if needed > len(self._cos):
             tables = rope_tables(self.config, 2 * needed)
@@ -227,7 +228,7 @@ class ReferenceModel:
         queries, keys = _rotate(queries, *rotations), _rotate(keys, *rotations)
         outputs = []
         counts = [len(tokens) for tokens, _ in batch]
-        masks = masks or [visible_rows(count) for count in counts]
+        masks = masks or [torch.from_numpy(visible_rows(count)) for count in counts]
         split = zip(batch, queries.split(counts), keys.split(counts), values.split(counts), masks, strict=True)
         for (_, cache), q, k, v, mask in split:
             all_keys, all_values = cache.extend(layer, k.transpose(0, 1), v.transpose(0, 1))

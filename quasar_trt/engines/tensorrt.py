@@ -1,9 +1,9 @@
 """The engine of TensorRT plans: a fixed number of slots in the KV cache, whose ends it keeps.
 
 A sequence has a slot of its own from its opening, a fork one with a copy of the rows. Rolling back is lowering a length: what
-a slot holds behind its end is junk that the next pass overwrites. A pass runs over the neighbouring slots from the first to the
-last that bring rows; the others between them compute padding. Row invariance holds up to rounding only. No plan has run on a GPU
-yet: see docs/tensorrt.md.
+a slot holds behind its end is junk that the next pass overwrites; the accepted rows of a tree move together before. A pass runs over
+the neighbouring slots from the first to the last that bring rows; the others between them compute padding. Row invariance holds up to
+rounding only. No plan has run on a GPU yet: see docs/tensorrt.md.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ import numpy as np
 from quasar_trt.checkpoint import HEAD, Checkpoint, checkpoint_spec, weight_bytes
 from quasar_trt.communicator import Communicator
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
-from quasar_trt.engines.plan_bindings import PlanSizes
+from quasar_trt.engines.plan_bindings import PlanSizes, state_places
+from quasar_trt.engines.plan_head import PlanHead
+from quasar_trt.engines.plan_passes import PlanPasses, SlotRows, SlotStep
 from quasar_trt.engines.plan_ranks import device_of, nccl_communicator
 from quasar_trt.engines.plan_session import PlanSession
+from quasar_trt.engines.reference import load_tensors
+from quasar_trt.engines.source_basis import SourceBasis
 from quasar_trt.errors import QuasarError
 from quasar_trt.manifest import Manifest
 from quasar_trt.model_config import ModelConfig
@@ -32,23 +36,37 @@ from quasar_trt.tensorrt_stack import load_stack
 class TensorRTEngine(Engine):
     """See `Engine`. As many sequences are open at a time as the plan has slots."""
 
-    def __init__(self, session: PlanSession, config: ModelConfig, sizes: PlanSizes, weight_bytes_per_step: int):
+    def __init__(
+        self,
+        session: PlanSession,
+        config: ModelConfig,
+        sizes: PlanSizes,
+        weight_bytes_per_step: int,
+        head: PlanHead | None = None,
+        source_basis: SourceBasis | None = None,
+    ):
+        """head, source_basis: for those who read hidden states; without them there are none."""
         self.config = config
         self.max_seq_len = sizes.limits.max_seq_len
         self.weight_bytes_per_step = weight_bytes_per_step
         self.capabilities = Capabilities(
             max_rows=sizes.largest.wanted,
             accepts_inside=False,
-            tree=False,
-            hidden_states=False,
+            tree=True,
+            hidden_states=source_basis is not None,
             fork=True,
             exact=False,
         )
-        self.device, self.device_bytes = session.device.name, session.device_bytes
-        self.open_bytes = session.slot_bytes
-        self.cache_capacity = sizes.limits.max_batch_size * session.slot_bytes
+        self.device = session.device.name
+        self.open_bytes = session.memory.slot_bytes
+        self.cache_capacity = sizes.limits.max_batch_size * self.open_bytes
         self._session = session
+        self._memory = session.memory
         self._sizes = sizes
+        self._head = head
+        self.source_basis = source_basis
+        self._passes = PlanPasses(session, sizes, config.hidden_size)
+        self._rows: list[SlotRows] = []  # of each entry of the last step
         self._lengths = np.zeros(sizes.limits.max_batch_size, np.int32)  # of slots; 0 for free ones
         self._slots: dict[int, int] = {}  # handle -> slot
         self._handles = itertools.count()
@@ -85,7 +103,11 @@ class TensorRTEngine(Engine):
         sizes = PlanSizes(manifest.limits, plan.prefill_rows)
         name = plan_name(device.sm, ranks.rank if ranks else 0)
         session = PlanSession(trt, engine_dir / name, device, config, sizes, name=manifest.files[name].sha256)
-        engine = cls(session, config, sizes, _weight_bytes(config, checkpoint.recipe))
+        basis = head = None
+        if len(checkpoint.paths) == 1:
+            basis = SourceBasis.open(engine_dir, checkpoint.recipe)
+            head = PlanHead(load_tensors(checkpoint.paths[0]), checkpoint.recipe, device)
+        engine = cls(session, config, sizes, _weight_bytes(config, checkpoint.recipe), head, basis)
         if ranks is None:
             session.start()
         return engine
@@ -102,12 +124,12 @@ class TensorRTEngine(Engine):
             )
         handle = next(self._handles)
         self._slots[handle] = min(free)  # few slots between those in use
-        self._session.clear(self._slots[handle])
+        self._memory.clear(self._slots[handle])
         return handle
 
     def fork(self, sequence: int) -> int:
         length, handle = self.length(sequence), self.open()
-        self._session.copy(self._slots[sequence], self._slots[handle], length)
+        self._memory.copy(self._slots[sequence], self._slots[handle], length)
         self._lengths[self._slots[handle]] = length
         return handle
 
@@ -134,56 +156,74 @@ class TensorRTEngine(Engine):
     def bytes_of(self, num_tokens: int) -> int:
         return self.open_bytes
 
+    @property
+    def device_bytes(self) -> int:
+        return self._session.device_bytes + (self._head.nbytes if self._head else 0)
+
+    def keep_hidden_states(self, layers: Sequence[int]) -> None:
+        """Raises ValueError for places that the plan does not give (see `state_places`)."""
+        if tuple(layers) == self._passes.places:
+            return
+        if self.source_basis is None:
+            super().keep_hidden_states(layers)
+        given = state_places(self.config)
+        for layer in layers:
+            if layer not in given:
+                known = ", ".join(map(str, given))
+                raise ValueError(f"the plan gives no hidden states of place {layer}; it gives {known}")
+        self._passes.keep_states(layers)
+
+    def hidden_states(self, index: int, rows: Sequence[int]) -> np.ndarray:
+        found = self._rows[index].states
+        if rows and not 0 <= min(rows) <= max(rows) < len(found):
+            raise ValueError(f"there are hidden states of {len(found)} rows, not of rows {list(rows)}")
+        return found[list(rows)]
+
+    def embeddings(self, ids: Sequence[int]) -> np.ndarray:
+        return self._head.embeddings(ids)
+
+    def head_logits(self, states: np.ndarray) -> np.ndarray:
+        return self._head.logits(states)
+
+    def check(self, batch: Sequence[SequenceStep]) -> None:
+        """Besides what `Engine.check` refuses, trees that do not fit into a pass of one sequence."""
+        super().check(batch)
+        most = self._sizes.largest.rows
+        for entry in batch:
+            if entry.draft.is_tree and len(entry.draft) > most:
+                raise ValueError(
+                    f"sequence {entry.sequence} brings a tree of {len(entry.draft)} tokens; the plan allows {most}"
+                )
+
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         self.check(batch)
-        rows = [[*entry.tokens, *entry.draft.ids] for entry in batch]
-        wanted = [1 + len(entry.draft) if entry.needs_logits else 0 for entry in batch]
-        together = [index for index, ids in enumerate(rows) if len(ids) <= self._sizes.verify.rows]
-        # In this order: a slot between those that run together gets padding where its own rows belong. All before any is accepted:
-        # of several ranks the others hear what the first accepts when its passes are over.
-        logits = self._run_together(together, batch, rows, wanted)
-        for index, entry in enumerate(batch):
-            if index not in logits:
-                logits[index] = self._run_alone(entry, rows[index], wanted[index])
+        steps = []
+        for entry in batch:
+            slot = self._slots[entry.sequence]
+            steps.append(SlotStep.of(entry, slot, int(self._lengths[slot])))
+        # All before any is accepted: of several ranks the others hear what the first accepts when its passes are over.
+        self._rows = self._passes.run(steps, self._lengths)
         acceptances: list[Acceptance | None] = []
-        for index, entry in enumerate(batch):
-            accepted = checked_acceptance(accept(index, logits[index]), entry.draft) if wanted[index] else None
+        for index, (entry, found) in enumerate(zip(batch, self._rows, strict=True)):
+            accepted = checked_acceptance(accept(index, found.logits), entry.draft) if entry.needs_logits else None
             acceptances.append(accepted)
-        for entry, accepted in zip(batch, acceptances, strict=True):  # nothing has changed before
-            kept = accepted.num_accepted_tokens if accepted else 0
-            self._lengths[self._slots[entry.sequence]] += len(entry.tokens) + kept
+        self._keep(steps, acceptances)  # nothing has changed before
         return acceptances
 
-    def _run_together(
-        self, indices: Sequence[int], batch: Sequence[SequenceStep], rows: Sequence[list[int]], wanted: Sequence[int]
-    ) -> dict[int, np.ndarray]:
-        """One pass over those entries of the batch; index -> its wanted logits, float32."""
-        if not indices:
-            return {}
-        slots = [self._slots[batch[index].sequence] for index in indices]
-        first, width = min(slots), max(len(rows[index]) for index in indices)
-        ids = np.zeros((max(slots) + 1 - first, width), np.int32)
-        wanted_rows: list[int] = []
-        for index, slot in zip(indices, slots, strict=True):
-            count = len(rows[index])
-            ids[slot - first, :count] = rows[index]
-            end = (slot - first) * width + count
-            wanted_rows += range(end - wanted[index], end)
-        logits = self._session.run(first, ids, self._lengths[first : first + len(ids)], wanted_rows)
-        if len(indices) < len(batch):  # further passes are to come
-            logits = logits.copy()
-        ends = np.cumsum([wanted[index] for index in indices])
-        return {index: logits[end - wanted[index] : end] for index, end in zip(indices, ends, strict=True)}
-
-    def _run_alone(self, entry: SequenceStep, ids: list[int], wanted: int) -> np.ndarray:
-        """A sequence with many rows, in passes without padding; its last `wanted` logits, float32."""
-        slot, largest, parts = self._slots[entry.sequence], self._sizes.largest.rows, []
-        for start in range(0, len(ids), largest):
-            part = np.array([ids[start : start + largest]], np.int32)
-            skipped = max(0, len(ids) - wanted - start)
-            past = self._lengths[slot : slot + 1] + np.int32(start)
-            parts.append(self._session.run(slot, part, past, range(skipped, part.size)).copy())
-        return np.concatenate(parts)
+    def _keep(self, steps: Sequence[SlotStep], acceptances: Sequence[Acceptance | None]) -> None:
+        """Committed and accepted tokens stay; those of a tree's path move together."""
+        moves, lengths = [], self._lengths.copy()
+        for step, accepted in zip(steps, acceptances, strict=True):
+            drafted, kept = (step.wanted - 1, accepted.num_accepted_tokens) if accepted else (0, 0)
+            committed = step.past + len(step.ids) - drafted
+            path = (accepted.path or ()) if step.parents else ()
+            moves += [
+                (step.slot, committed + index, committed + place) for place, index in enumerate(path) if index != place
+            ]
+            lengths[step.slot] = committed + kept
+        if moves:
+            self._memory.move(moves)
+        self._lengths = lengths
 
     def _slot(self, sequence: int) -> int:
         try:

@@ -14,6 +14,7 @@ from tiny import LLAMA3, MODELS, random_ids, rope_fields, tiny_checkpoint
 from tiny_network import InterpretedDecoder, decoder_graph, real_network
 
 from quasar_trt.architectures import hadamard_blocks
+from quasar_trt.engines.plan_bindings import state_places
 from quasar_trt.engines.reference import ReferenceModel
 from quasar_trt.recipe import Recipe
 from quasar_trt.tensor_parallel import rank_config
@@ -48,14 +49,18 @@ RECIPES = {
 WITHOUT_PLUGINS = [name for name in RECIPES if not name.startswith("plugin")]
 
 
-def through_reference(model, caches, rows):
-    """Logits of each sequence's new rows; the caches are extended."""
-    states = model.hidden_states(list(zip(rows, caches, strict=True)))
-    return [model.logits(part) for part in states.split([len(tokens) for tokens in rows])]
+def through_reference(model, caches, rows, parents, places):
+    """Logits of each sequence's new rows, and their hidden states by place; the caches are extended."""
+    kept = dict.fromkeys(places)
+    states = model.hidden_states(list(zip(rows, caches, strict=True)), parents, kept)
+    counts = [len(tokens) for tokens in rows]
+    logits = [model.logits(part) for part in states.split(counts)]
+    return logits, {place: found.split(counts) for place, found in kept.items()}
 
 
 def check_decoding(config, recipe, tensors, atol, plugins=False, tp_size=1):
-    """Prefill, a ragged verify pass, a rollback and another one, in the networks of all ranks and in the reference model."""
+    """Prefill, ragged verify passes of chains and trees, a rollback and another one, in the networks of all ranks and in the reference
+    model: logits, hidden states and caches."""
     graphs = [
         decoder_graph(
             RecordedNetwork(trt) if plugins else real_network(),
@@ -67,23 +72,30 @@ def check_decoding(config, recipe, tensors, atol, plugins=False, tp_size=1):
         for part in shards(config, tensors, tp_size)
     ]
     network = InterpretedDecoder(*graphs, slots=3)
+    places = state_places(rank_config(config, tp_size))
     model = ReferenceModel(config, recipe, tensors)
     caches = [model.new_cache() for _ in range(3)]
     lengths = [0, 0, 0]
-    ids = iter(random_ids(config, 100, seed=5))
-    # (new rows of each slot, how many of them stay)
-    for counts, kept in (
-        ((9, 4, 1), (9, 4, 1)),
-        ((3, 5, 1), (1, 4, 1)),
-        ((2, 1, 4), (2, 1, 2)),
-        ((1, 1, 1), (1, 1, 1)),
+    ids = iter(random_ids(config, 100, seed=6))
+    # (new rows of each slot, how many of them stay, the parents of those of a tree)
+    for counts, kept, parents in (
+        ((9, 4, 1), (9, 4, 1), {}),
+        ((3, 5, 1), (1, 4, 1), {}),
+        ((2, 6, 4), (1, 2, 1), {1: (-1, -1, 0, 0, 1), 2: (-1, 0, -1)}),
+        ((2, 1, 4), (2, 1, 2), {}),
+        ((1, 1, 1), (1, 1, 1), {}),
     ):
         rows = [[next(ids) for _ in range(count)] for count in counts]
-        found = network(rows, lengths, padding=1)
-        expected = through_reference(model, caches, rows)
+        found = network(rows, lengths, padding=1, parents=parents)
+        expected, states = through_reference(model, caches, rows, [parents.get(slot, ()) for slot in range(3)], places)
         for ours, theirs in zip(found, expected, strict=True):
             assert theirs.std() > 0.3
             torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
+        assert network.states.keys() == states.keys()
+        for place, of_slots in states.items():
+            for ours, theirs in zip(network.states[place], of_slots, strict=True):
+                largest = max(1, theirs.abs().max().item())
+                torch.testing.assert_close(ours[: len(theirs)], theirs, atol=largest * atol, rtol=0)
         lengths = [length + count for length, count in zip(lengths, kept, strict=True)]
         caches = [cache.first(length) for cache, length in zip(caches, lengths, strict=True)]
         for layer in range(config.num_hidden_layers):
@@ -107,6 +119,15 @@ def test_network_of_every_recipe_decodes_as_the_reference_model(name):
     atol = 0.15 if recipe.weight_only else 0.05 if recipe.activations == 8 else 2e-3
     model = tiny_checkpoint(recipe=RECIPES[name], architecture="Qwen3ForCausalLM", attention_bias=True)
     check_decoding(*model, atol, plugins=name not in WITHOUT_PLUGINS)
+
+
+@pytest.mark.parametrize("name", ["float", "weight only, rotated", "plugin, INT8 head, exclusions"])
+def test_a_deep_network_gives_the_states_that_published_heads_read(name):
+    config, recipe, tensors = tiny_checkpoint(recipe=RECIPES[name], num_hidden_layers=9)
+    assert state_places(config) == (2, 4, 6, 9)
+    check_decoding(
+        config, recipe, tensors, {None: 5e-4, 16: 4e-3, 8: 0.1}[recipe.activations], name.startswith("plugin")
+    )
 
 
 @pytest.mark.parametrize(

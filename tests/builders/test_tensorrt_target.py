@@ -80,6 +80,13 @@ def test_the_directory_holds_a_plan_for_each_gpu(engine_dir):
     assert Checkpoint.open(engine_dir / "checkpoint").recipe == Recipe(activations=16, lm_head="bf16")
 
 
+def test_attention_over_what_a_mask_shows_is_one_fused_kernel_of_each_layer(engine_dir):
+    """Without one TensorRT-RTX would multiply matrices, over keys and values that it copies for every query head."""
+    for sm in (80, 89):
+        plan = (engine_dir / f"rank0.sm{sm}.engine").read_bytes()
+        assert plan.count(b"__global__ void _gemm_mha") == 2
+
+
 def test_info_tells_what_the_plans_are_for(engine_dir):
     console = Console(file=io.StringIO(), width=120)
     show_engine(engine_dir, Manifest.open(engine_dir), console)
@@ -248,6 +255,8 @@ def test_target_tensorrt_compiles_plugins_for_its_own_gpu(model_dir, tmp_path, t
     assert every["past_keys.1"] == ((1, *SLOT), (2, *SLOT), (2, *SLOT))
     assert prompt["input_ids"] == ((1, 1), (1, 64), (1, 64))
     assert prompt["logits_rows"] == ((1,), (64,), (64,))
+    assert every["visible"] == ((1, 1, 1, 3), (2, 1, 4, 6), (2, 1, 4, 6))
+    assert [tensor.name for tensor in network._outputs][-2:] == ["hidden_states.2", "logits"]
     assert {profile["span"] for profile in tensorrt.profiles} == {((1,), SLOT[1:2], SLOT[1:2])}
 
 

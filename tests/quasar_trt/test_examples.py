@@ -48,20 +48,16 @@ def test_same_tokens(engine_dirs):
     assert run("same_tokens.py", engine_dirs["INT8"]).endswith("the same tokens each time\n")
 
 
-def test_trained_heads_are_drafters(engine_dirs, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "one two one two"}\n{"prompt": "three"}\n')
-    small = ("--prompts", prompts, "--samples", "2", "--max-tokens", "12", "--steps", "6", "--heads", "2")
-    lines = run("train_heads.py", engine_dirs["INT8"], tmp_path / "heads", *small).splitlines()
-    assert lines[0].startswith("4 texts, ") and lines[-1].startswith("saved ")
-    params = SamplingParams(temperature=0, ignore_eos=True)
-    plain = Runner.from_dir(engine_dirs["INT8"], drafter=None).generate("one", params)[0].outputs[0].token_ids
+def test_trained_heads_are_drafters(deep_dirs, tmp_path):
+    small = ("--texts", "6", "--max-tokens", "12", "--heads", "2", "--draft-vocab-size", "90")
+    lines = run("train_heads.py", deep_dirs["INT8"], tmp_path / "heads", *small).splitlines()
+    assert lines[0].startswith("6 texts, ") and lines[-1].startswith("saved ")
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    opened = Runner.from_dir(deep_dirs["INT8"], drafter=None, threads=1)
+    plain = opened.generate([[1, 2, 3]], params)[0].outputs[0].token_ids
     for name in ("medusa", "eagle"):
-        opened = Runner.from_dir(engine_dirs["INT8"], drafter=None, threads=1)
-        runner = Runner(
-            opened.engine, tokenizer=opened.tokenizer, drafter=make_drafter(f"{name}:{tmp_path / 'heads' / name}")
-        )
-        assert runner.generate("one", params)[0].outputs[0].token_ids == plain
+        runner = Runner(opened.engine, drafter=make_drafter(f"{name}:{tmp_path / 'heads' / name}"))
+        assert runner.generate([[1, 2, 3]], params)[0].outputs[0].token_ids == plain
         assert runner.stats.num_draft_tokens
 
 

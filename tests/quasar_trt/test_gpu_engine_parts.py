@@ -83,6 +83,10 @@ def test_a_gap_beyond_the_allowed_is_a_failure(gap):
     assert "more than 0.5" in EngineComparison(2, 1, gap).failure
 
 
+def test_states_that_are_far_away_are_a_failure():
+    assert "hidden states are 0.201 of their size off, more than 0.2" in EngineComparison(2, 2, 0, states=0.201).failure
+
+
 @pytest.fixture
 def parts(engine_dirs, tmp_path, monkeypatch) -> EngineParts:
     """Of plans of the BF16 engine, on a double."""
@@ -105,6 +109,7 @@ def test_plans_are_compared_with_the_reference_engine(parts):
     for figures in outcome.figures.values():
         assert figures["num_prompts"] == 2 and figures["gap"] < 0.02
         assert 0 < figures["kl"] < 1e-3 and 0 < figures["difference"] < 0.1
+        assert 0 < figures["states"] < 0.01
     (table,) = outcome.tables
     assert [row[0] for row in table.rows] == ["BF16", "INT8"] and table.rows[0][1:] == table.rows[1][1:]
 

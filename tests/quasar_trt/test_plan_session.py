@@ -84,7 +84,7 @@ def test_passes_of_many_lengths_have_few_shapes(tmp_path):
     trt = TensorRTDouble(graph(sizes.capacity), sizes, CpuDevice())
     session = open_session(trt, tmp_path, sizes)
     for slot in (0, 1):
-        session.clear(slot)
+        session.memory.clear(slot)
     for past in (0, 252, 253, 508, 509, 700):
         session.run(0, np.zeros((2, 4), np.int32), np.array([past, 0], np.int32), [0])
     assert trt.spans == [256, 256, 512, 512, 704, 704]
@@ -163,11 +163,11 @@ def test_logits_that_nobody_waited_for_are_not_there(tensorrt, tmp_path, monkeyp
 def test_inputs_that_are_overwritten_before_the_pass_is_done_are_lost(tensorrt, tmp_path, reference, monkeypatch):
     engine = open_double(tensorrt, tmp_path)
     engine.open(), reference.open()
-    memory = engine._session._memory
+    memory = engine._session.memory
 
-    def receive(count, real=memory.receive):
+    def receive(count, rows, real=memory.receive):
         memory._host_inputs.zero_()
-        return real(count)
+        return real(count, rows)
 
     monkeypatch.setattr(memory, "receive", receive)
     with pytest.raises(AssertionError):
@@ -186,7 +186,7 @@ def test_a_graph_whose_context_has_changed_is_not_replayed(tensorrt, tmp_path):
 
 def test_a_shape_is_not_captured_unprepared(tensorrt, tmp_path):
     session = open_session(tensorrt, tmp_path)
-    shape = session._memory.send(0, np.zeros((1, 2), np.int32), np.zeros(1, np.int32), [0])
+    shape = session.memory.send(0, np.zeros((1, 2), np.int32), np.zeros(1, np.int32), [0], {})
     session._context.bind(shape)
     with pytest.raises(AssertionError, match="captured before TensorRT has prepared itself"):
         tensorrt.device.capture(session._context.execute)

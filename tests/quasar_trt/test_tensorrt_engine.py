@@ -192,7 +192,7 @@ def test_a_fork_has_a_copy_of_its_own(engine, reference):
 
 def test_capabilities_are_those_of_the_plan(engine):
     assert engine.capabilities.max_rows == 16
-    assert not engine.capabilities.exact and not engine.capabilities.tree and engine.capabilities.fork
+    assert not engine.capabilities.exact and engine.capabilities.tree and engine.capabilities.fork
     with pytest.raises(ValueError, match="17 rows; this engine allows 16"):
         engine.open()
         steps(engine, [entry(0, 17)])

@@ -1,0 +1,61 @@
+"""Heads are asked while that pays, by costs and by what was accepted."""
+
+from __future__ import annotations
+
+import pytest
+from heads import eagle_tensors, eagle_values, medusa_tensors, write_eagle, write_medusa
+from tiny import random_ids
+
+from quasar_trt.drafters.confidence import RankEstimates
+from quasar_trt.drafters.drafting_passes import DraftingPasses
+from quasar_trt.drafters.registry import make_drafter
+from quasar_trt.engines import open_engine
+from quasar_trt.runner import Runner
+from quasar_trt.sampling_params import SamplingParams
+from quasar_trt.step_cost import StepCost
+
+
+def head_dir(directory, config, kind: str):
+    if kind == "medusa":
+        return write_medusa(directory, medusa_tensors(config, 3, 1), 3, 1)
+    values = eagle_values(config, hidden_size=42, draft_vocab_size=90)
+    return write_eagle(directory, values, eagle_tensors(config, True, values))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize("verify_seconds", [1e-7, 1e3])
+def test_a_head_is_asked_only_where_its_passes_cost_little_beside_the_verifiers(
+    deep_dirs, tmp_path, kind, verify_seconds
+):
+    """Random heads are nearly never right: beside a pass that takes a microsecond they lose, beside one of a quarter of an hour, of
+    however many rows, any hope is worth their time."""
+    engine = open_engine(deep_dirs["BF16"], "cpu", threads=1)
+    drafter = make_drafter(f"{kind}:{head_dir(tmp_path / 'head', engine.config, kind)}")
+    cost = StepCost({1: verify_seconds, 64: 1.0001 * verify_seconds})
+    runner = Runner(engine, drafter=drafter, max_draft_len=7, step_cost=cost)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    found = runner.generate([random_ids(engine.config, 6)], params)[0].outputs[0].token_ids
+    assert found == Runner(engine).generate([random_ids(engine.config, 6)], params)[0].outputs[0].token_ids
+    stats = runner.stats
+    assert stats.num_drafts == 0 if verify_seconds < 1 else stats.num_drafts > 0.9 * stats.num_verify_steps - 2
+
+
+def test_a_pass_is_worth_what_its_tokens_save():
+    """Two rows cost as much as one; the pass takes a tenth of the verifier's: it pays from a chance of a tenth on."""
+    passes = DraftingPasses(StepCost({1: 1.0, 2: 1.0}))
+    for chance, worth in ((0.09, False), (0.11, True)):
+        passes.begin()
+        assert passes.is_worth([[]], [[chance]], 0.1) == worth
+        assert passes.seconds == pytest.approx(0.1 * worth)
+    assert not passes.is_worth([[0.11]], [[0.11, 0.05]], 0.1)  # the second, of the same step
+    assert passes.is_worth([[0.11]], [[0.11, 0.5]], 0.1)
+    assert passes.seconds == pytest.approx(0.2)
+
+
+def test_ranks_are_learned_by_depth():
+    ranks = RankEstimates(2, 3)
+    before = ranks.of(1, 0)
+    for _ in range(200):
+        ranks.count(0, 0, False)
+        ranks.count(0, 2, True)
+    assert ranks.of(0, 0) < 0.02 and ranks.of(0, 2) > 0.9 and ranks.of(1, 0) == before
