@@ -98,9 +98,7 @@ def cli():
 @click.option("--tp-size", type=int, default=1, show_default=True, help="Ranks that the engine is for.")
 @click.option("--max-batch-size", type=int, default=16, show_default=True, help="Most requests per pass.")
 @click.option("--max-seq-len", type=int, help="Most tokens per sequence; the model's own limit by default.")
-@click.option(
-    "--max-draft-len", type=int, default=16, show_default=True, help="Most draft tokens per request and pass."
-)
+@click.option("--max-draft-len", type=int, help="Most draft tokens per request and pass; 16 by default.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the tokenizer code that a checkpoint brings.")
 @click.option("--dry-run", is_flag=True, help="Only check the model and say what the build would take.")
 @click.option("--force", is_flag=True, help="Replace an existing output directory.")

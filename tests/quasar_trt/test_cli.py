@@ -385,6 +385,7 @@ def test_build_options_reach_the_builder(args, recipe, options, built):
 
 
 def test_build_defaults_are_those_of_the_builder():
+    from quasar_trt.builders.build import MAX_DRAFT_LEN
     from quasar_trt.builders.build import build as builder
     from quasar_trt.builders.calibrate import CALIB_MAX_SEQ_LENGTH, CALIB_SIZE
     from quasar_trt.cli import build
@@ -398,6 +399,7 @@ def test_build_defaults_are_those_of_the_builder():
     text = {parameter.name: parameter.help for parameter in build.params if hasattr(parameter, "help")}
     assert f"{CALIB_SIZE} by default" in text["calib_size"]
     assert f"{CALIB_MAX_SEQ_LENGTH} by default" in text["calib_max_seq_length"]
+    assert f"{MAX_DRAFT_LEN} by default" in text["max_draft_len"]
 
 
 def test_a_dry_run_prints_the_estimate_and_writes_nothing(hf_dir, tmp_path):
