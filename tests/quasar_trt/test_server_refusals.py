@@ -107,7 +107,8 @@ def _unstreamed(name: str, streams: bool) -> dict:
         (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"\ud800": 1}}, "logit_bias"),
         (CHAT, {"messages": HELLO, "chat_template_kwargs": {"\ud800": 1}}, None),
-        (CHAT, {"messages": [{"role": "\ud800", "content": "x"}]}, None),
+        (CHAT, {"messages": [{"role": "\ud800", "content": "x"}]}, "messages"),
+        (CHAT, {"messages": [{"role": "frob", "content": "x"}]}, "messages"),
         (CHAT, {}, "messages"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": "hello"}, "messages"),
@@ -126,6 +127,12 @@ def test_body_is_refused_by_what_is_wrong_in_it(server, path, body, param):
     status, error = server.refusal(path, json.dumps(body).encode())
     assert status == 400 and error["param"] == param, error
     assert "\n" not in error["message"] and len(error["message"]) < 2000
+
+
+def test_role_is_refused_by_name_with_those_allowed(server):
+    for path in (CHAT, "/tokenize"):
+        _, error = server.refusal(path, {"messages": [*HELLO, {"role": "frob", "content": "x"}]})
+        assert error["message"] == "messages has role 'frob'; allowed: system, developer, user, assistant, tool"
 
 
 @pytest.mark.parametrize(
