@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import pytest
 import torch
@@ -155,6 +156,14 @@ def test_bad_options_are_refused_and_leave_nothing(model_dir, tmp_path, options,
     message = refusal(str(model_dir), tmp_path / "out", Recipe(), **options)
     for word in words:
         assert word in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_build_that_needs_more_memory_than_there_is_is_refused_with_both_numbers(model_dir, tmp_path):
+    message = refusal(str(model_dir), tmp_path / "out", Recipe(), calib_size=10**12)
+    assert re.match(
+        r"building this model takes about \d+\.\d GB of memory, this machine has \d+\.\d GB; .*fewer or", message
+    )
     assert list(tmp_path.iterdir()) == []
 
 
