@@ -173,7 +173,7 @@ def test_every_default_works(engine_dirs, head_dirs):
         (lambda: make_drafter("suffix", {"num_speculative_tokens": "3"}), "num_speculative_tokens is '3'; allowed"),
         (
             lambda: make_drafter("suffix", {"history_tokens": -1}),
-            "history_tokens is -1; allowed: an integer of at least 0",
+            "history_tokens is -1; allowed: 0, or an integer of at least 6",
         ),
         (lambda: make_drafter("suffix", {"history_tokens": 1e4}), "history_tokens is 10000.0; allowed"),
         (lambda: make_drafter("engine", {}), "drafter is 'engine'; allowed: engine:DIR"),
