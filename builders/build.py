@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 from quasar_trt import __version__
 from quasar_trt.builders import fidelity
@@ -34,6 +35,8 @@ from quasar_trt.tensorfile import FileRecord, total_bytes
 from quasar_trt.tensorrt_llm_stack import LLM_TARGET
 from quasar_trt.tokenizer import load_tokenizer
 
+MAX_DRAFT_LEN = 16
+
 
 def build(
     model: str,
@@ -49,7 +52,7 @@ def build(
     tp_size: int = 1,
     max_batch_size: int = 16,
     max_seq_len: int | None = None,
-    max_draft_len: int = 16,
+    max_draft_len: int | None = None,
     trust_remote_code: bool = False,
     dry_run: bool = False,
     force: bool = False,
@@ -62,10 +65,11 @@ def build(
         the directory has no engines, and the command that makes them elsewhere is printed.
     calib_dataset: .txt or .jsonl file; without it the model writes its own calibration text from `seed`, or, where it is too
         large for that, reads one that the package carries.
-    calib_size, calib_max_seq_length: samples, and tokens of each; 16 and 256 when None.
+    calib_size, calib_max_seq_length: samples, and tokens of each; 16 and 256 when None, or as many as the model allows.
     seed: of all text that the model writes itself, for fidelity too.
     tp_size: ranks that the engine is for.
     max_seq_len: the model's own limit when None.
+    max_draft_len: less than max_seq_len; 16 when None, or as many as that leaves.
     trust_remote_code: the source's own tokenizer code may run.
     dry_run: only the estimate is made, and returned.
     force: an engine directory already at `output_dir` is replaced, once the new one is whole.
@@ -77,22 +81,22 @@ def build(
     compiler = check_target(target, recipe, tp_size, sm)
     recipe.refuse_unused(calib_dataset=calib_dataset, calib_size=calib_size, calib_max_seq_length=calib_max_seq_length)
     calib_size = whole_number("calib_size", CALIB_SIZE if calib_size is None else calib_size)
-    calib_max_seq_length = whole_number(
-        "calib_max_seq_length", CALIB_MAX_SEQ_LENGTH if calib_max_seq_length is None else calib_max_seq_length
-    )
+    for name, value in (("calib_max_seq_length", calib_max_seq_length), ("max_draft_len", max_draft_len)):
+        if value is not None:
+            whole_number(name, value)
     whole_number("seed", seed, least=0)
     whole_number("max_batch_size", max_batch_size)
-    whole_number("max_draft_len", max_draft_len)
     check_output(output_dir, force)
     texts = [] if calib_dataset is None else read_dataset(Path(calib_dataset))
+    asked = _Lengths(max_seq_len, max_draft_len, calib_max_seq_length)
     source = open_source(
         str(model),
-        check=lambda config: _check(config, recipe, tp_size, max_seq_len, target, compiler),
+        check=lambda config: _check(config, recipe, tp_size, asked, target, compiler),
         trust_remote_code=trust_remote_code,
     )
-    longest = _longest(source.config, max_seq_len)
-    limits = Limits(max_batch_size, max_seq_len or longest, max_draft_len)
-    calibration = Calibration(calib_dataset, texts, calib_size, min(calib_max_seq_length, longest), seed)
+    longest, lengths = asked.allowed(source.config)
+    limits = Limits(max_batch_size, lengths.sequence, lengths.draft)
+    calibration = Calibration(calib_dataset, texts, calib_size, lengths.calibration, seed)
     needs = estimate(
         source.config, recipe, tp_size, calib_size * calibration.length, limits, _num_plans(target, compiler)
     )
@@ -186,13 +190,33 @@ def _tokenizer(source: Source, directory: Path):
 
 
 def _check(
-    config: ModelConfig, recipe: Recipe, tp_size: int, max_seq_len: int | None, target: str, compiler: Compiler
+    config: ModelConfig, recipe: Recipe, tp_size: int, lengths: _Lengths, target: str, compiler: Compiler
 ) -> None:
     """Refuses what cannot be built from this configuration, before any weight is fetched or read."""
     checkpoint_spec(rank_config(config, tp_size), recipe)
-    _longest(config, max_seq_len)
+    lengths.allowed(config)
     if target == LLM_TARGET:
         check_llm_model(config, recipe, compiler)
+
+
+class _Lengths(NamedTuple):
+    """Most tokens of a sequence, of a draft and of a calibration sample; None for a default that fits the model."""
+
+    sequence: int | None
+    draft: int | None
+    calibration: int | None
+
+    def allowed(self, config: ModelConfig) -> tuple[int, _Lengths]:
+        """The most tokens that the model allows, and these lengths with defaults. Raises QuasarError for one that is too long."""
+        longest = _longest(config, self.sequence)
+        sequence = self.sequence or longest
+        draft = min(MAX_DRAFT_LEN, sequence - 1) if self.draft is None else self.draft
+        calibration = min(CALIB_MAX_SEQ_LENGTH, longest) if self.calibration is None else self.calibration
+        if draft >= sequence:
+            raise QuasarError(f"max_draft_len is {draft}; max_seq_len {sequence} allows 1 to {sequence - 1}")
+        if calibration > longest:
+            raise QuasarError(f"calib_max_seq_length is {calibration}; this model allows 1 to {longest}")
+        return longest, _Lengths(sequence, draft, calibration)
 
 
 def _longest(config: ModelConfig, max_seq_len: int | None) -> int:

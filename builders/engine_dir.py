@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -46,7 +47,10 @@ def _is_engine_dir(directory: Path) -> bool:
 @contextmanager
 def appearing_whole(output_dir: Path, force: bool) -> Iterator[Path]:
     """A directory in a temporary one beside `output_dir`: it takes that name when the block succeeds, and vanishes with the
-    temporary one when it fails, as do parents that were made for it."""
+    temporary one when it fails, as do parents that were made for it.
+
+    Raises QuasarError for a disk that gets full in the block.
+    """
     absent = [parent for parent in output_dir.parents if not parent.exists()]
     try:
         output_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -62,6 +66,12 @@ def appearing_whole(output_dir: Path, force: bool) -> Iterator[Path]:
         if output_dir.exists():
             _rename(output_dir, replaced)
         _rename(new, output_dir)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise QuasarError(
+            f"cannot write {output_dir}: {error.strerror}; make room there, or choose another output (--dry-run tells how much it takes)"
+        ) from None
     finally:
         if replaced.exists() and new.exists():  # failed or interrupted between the two
             _rename(replaced, output_dir)  # if this fails too, `replaced` stays

@@ -73,7 +73,7 @@ class HfSource(Source):
         self._directory = directory
         self._trust_remote_code = trust_remote_code
         described = directory / "config.json"
-        values = read_json(described)
+        values = read_json(described, "a model is a Hugging Face directory, a GGUF file or a hub id")
         self.config = model_config(values, str(described))
         check(self.config)
         self._shards = _shards(directory)

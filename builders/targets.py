@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from quasar_trt.builders.plugin_gpus import check_plugin_gpu
 from quasar_trt.builders.tensorrt_llm_target import LlmHost, check_llm_target
 from quasar_trt.errors import QuasarError, unknown
-from quasar_trt.machine import available_memory
+from quasar_trt.machine import available_memory, total_memory
 from quasar_trt.plan import PLAN_TARGETS
 from quasar_trt.recipe import Recipe
 from quasar_trt.tensorrt_llm_stack import LLM_TARGET
@@ -86,8 +86,13 @@ def _check_plan(target: str, recipe: Recipe, tp_size: int, sms: Sequence[int]) -
 
 
 def check_memory(target: str, needed: int, gpu_needed: int) -> None:
-    """Refuses plans that would take more memory to compile than this machine or its control group has, or, of a target that
-    compiles for its own GPU, more to run than that has free; bytes, as `estimate` says."""
+    """Refuses what would take more memory to build than this machine or its control group has, to compile as a plan than is
+    available, or, of a target that compiles for its own GPU, more to run than that has free; bytes, as `estimate` says."""
+    if needed > (total := total_memory()):
+        raise QuasarError(
+            f"building this model takes about {needed / 1e9:.1f} GB of memory, this machine has {total / 1e9:.1f} GB; build on a larger "
+            "one, or calibrate with fewer or shorter samples"
+        )
     if target not in PLAN_TARGETS:
         return
     available = available_memory()

@@ -66,6 +66,8 @@ def compile_plans(
             plan = _plan_writer(trt, directory / name)
             with plan.file:
                 done = builder.build_serialized_network_to_stream(network, made, plan)
+            if plan.failure:
+                raise plan.failure
             if not done:
                 raise QuasarError(f"{target} cannot compile this model for SM {sm}: {logger.first_error}")
             if target == "tensorrt":
@@ -125,17 +127,23 @@ def _shapes(config: ModelConfig, capacity: int, every: Sequence[PassSizes]) -> d
 
 def _plan_writer(trt: ModuleType, path: Path):
     class PlanWriter(trt.IStreamWriter):
-        """Writes and hashes a plan as it comes."""
+        """Writes and hashes a plan as it comes. failure: why it cannot; the compiler takes an exception for success."""
 
         def __init__(self):
             trt.IStreamWriter.__init__(self)
             self.file = open(path, "wb")  # noqa: SIM115 (closed by who writes)
+            self.failure: OSError | None = None
             self._hash = hashlib.sha256()
             self._header = b""
             self._size = 0
 
         def write(self, data: bytes) -> int:
-            self.file.write(data)
+            try:
+                self.file.write(data)
+                self.file.flush()
+            except OSError as error:
+                self.failure = error
+                return 0
             self._hash.update(data)
             self._header += data[: PLAN_HEADER - len(self._header)]
             self._size += len(data)

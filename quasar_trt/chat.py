@@ -67,7 +67,7 @@ class Chat:
         self.reset()
 
     def reset(self) -> None:
-        self.messages = [{"role": "system", "content": self._system}] if self._system else []
+        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def answer(self, text: str) -> None:
         """Shows and remembers the answer; Ctrl-C ends the answer, and what came of it is remembered.

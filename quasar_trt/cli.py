@@ -20,10 +20,8 @@ from quasar_trt.cli_bench import bench
 from quasar_trt.cli_options import (
     ENGINE,
     KV_CACHE,
-    PATH,
     THREADS,
     Group,
-    Numbers,
     drafter_options,
     field_option,
     sampling_options,
@@ -31,6 +29,7 @@ from quasar_trt.cli_options import (
 )
 from quasar_trt.cli_output import check_outputs, save_json
 from quasar_trt.cli_serve import serve
+from quasar_trt.cli_types import PATH, Choice, Numbers, Real, Whole
 from quasar_trt.communicator import launched_size
 from quasar_trt.errors import QuasarError
 from quasar_trt.plan import PLAN_TARGETS
@@ -62,45 +61,43 @@ def cli():
 @click.option("--output-dir", type=PATH, required=True, help="Engine directory to make.")
 @click.option(
     "--target",
-    type=click.Choice(["cpu", *PLAN_TARGETS, LLM_TARGET]),
+    type=Choice(["cpu", *PLAN_TARGETS, LLM_TARGET]),
     default="cpu",
     show_default=True,
     help="What the engine runs on.",
 )
 @click.option("--sm", type=Numbers(), default=(), help="GPUs to compile for, such as 80,89; for targets on GPUs.")
-@field_option(Recipe, "quantization", "Weights: int8 (W8A8) or none (BF16).", type=click.Choice(QUANTIZATIONS))
+@field_option(Recipe, "quantization", "Weights: int8 (W8A8) or none (BF16).", type=Choice(QUANTIZATIONS))
 @field_option(
     Recipe,
     "smoothquant",
     "One smoothing exponent for all, 0 to 1; searched per group by default.",
-    type=float,
+    type=Real(),
     metavar="ALPHA",
 )
 @click.option("--rotate/--no-rotate", default=None, help="Rotate the model; on where the smoothing is searched.")
-@field_option(Recipe, "rounding", "Of weights; gptq with a rotation.", type=click.Choice(ROUNDINGS))
-@field_option(Recipe, "activations", "Bits of a quantized linear's input, 8 or 16; 8 by default.", type=int)
+@field_option(Recipe, "rounding", "Of weights; gptq with a rotation.", type=Choice(ROUNDINGS))
+@field_option(Recipe, "activations", "Bits of a quantized linear's input, 8 or 16; 8 by default.", type=Whole())
 @click.option(
     "--static-activations",
     is_flag=True,
     help="One scale for each linear's input, fixed by calibration; for targets on GPUs.",
 )
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Linears that stay in BF16; may be repeated.")
-@field_option(
-    Recipe, "lm_head", "The head; rescored: INT8, the best logits again in BF16.", type=click.Choice(LM_HEADS)
-)
+@field_option(Recipe, "lm_head", "The head; rescored: INT8, the best logits again in BF16.", type=Choice(LM_HEADS))
 @click.option("--quantize-lm-head", is_flag=True, help="The same as --lm-head int8.")
 @click.option(
     "--calib-dataset", type=PATH, metavar="FILE", help="Calibration text; without it the model writes its own."
 )
-@click.option("--calib-size", type=int, help="Calibration samples; 16 by default.")
-@click.option("--calib-max-seq-length", type=int, help="Tokens per calibration sample; 256 by default.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the text that the model writes itself.")
-@click.option("--tp-size", type=int, default=1, show_default=True, help="Ranks that the engine is for.")
-@click.option("--max-batch-size", type=int, default=16, show_default=True, help="Most requests per pass.")
-@click.option("--max-seq-len", type=int, help="Most tokens per sequence; the model's own limit by default.")
+@click.option("--calib-size", type=Whole(), help="Calibration samples; 16 by default.")
+@click.option("--calib-max-seq-length", type=Whole(), help="Tokens per calibration sample; 256 by default.")
 @click.option(
-    "--max-draft-len", type=int, default=16, show_default=True, help="Most draft tokens per request and pass."
+    "--seed", type=Whole(), default=0, show_default=True, help="Seed of the text that the model writes itself."
 )
+@click.option("--tp-size", type=Whole(), default=1, show_default=True, help="Ranks that the engine is for.")
+@click.option("--max-batch-size", type=Whole(), default=16, show_default=True, help="Most requests per pass.")
+@click.option("--max-seq-len", type=Whole(), help="Most tokens per sequence; the model's own limit by default.")
+@click.option("--max-draft-len", type=Whole(), help="Most draft tokens per request and pass; 16 by default.")
 @click.option("--trust-remote-code", is_flag=True, help="Run the tokenizer code that a checkpoint brings.")
 @click.option("--dry-run", is_flag=True, help="Only check the model and say what the build would take.")
 @click.option("--force", is_flag=True, help="Replace an existing output directory.")
@@ -141,15 +138,14 @@ def generate(
 
     Each PROMPT is continued in turn by the engine in ENGINE_DIR; '-' reads one from standard input.
     """
-    SamplingParams(**sampling)  # what is wrong in itself is said before anything is loaded
-
     from quasar_trt.continuation import Continuation
     from quasar_trt.generation_config import GenerationConfig
     from quasar_trt.metrics import stats_line
 
     model = GenerationConfig.read(engine_dir).sampling
+    params = SamplingParams(**model | sampling)  # before anything is loaded
     runner = open_runner(engine_dir, drafter, drafter_option, engine, threads, kv_cache_memory_bytes)
-    continuation = Continuation(runner, SamplingParams(**model | sampling))
+    continuation = Continuation(runner, params)
     for text in prompt:
         request = standard_input() if text == "-" else text
         continuation.show(runner.chat_ids([{"role": "user", "content": request}]) if chat else request)
@@ -172,14 +168,13 @@ def chat(engine_dir, system, drafter, drafter_option, engine, threads, kv_cache_
     Answers stream; the line below tells how drafting goes. /reset begins anew, /exit leaves, Ctrl-C stops an answer.
     An answer may be as long as the context holds, unless --max-tokens or the model says otherwise.
     """
-    SamplingParams(**sampling)
-
     from rich.console import Console
 
     from quasar_trt.chat import Chat, converse
     from quasar_trt.generation_config import GenerationConfig
 
     model = GenerationConfig.read(engine_dir).sampling
+    params = dataclasses.replace(CHAT, **model | sampling)  # before anything is loaded
     runner = open_runner(engine_dir, drafter, drafter_option, engine, threads, kv_cache_memory_bytes)
     if runner.tokenizer is None or not runner.tokenizer.chat_template:
         missing = "tokenizer" if runner.tokenizer is None else "chat template"
@@ -188,7 +183,7 @@ def chat(engine_dir, system, drafter, drafter_option, engine, threads, kv_cache_
         )
     note_defaults(model, sampling)
     console = Console()
-    converse(Chat(runner, dataclasses.replace(CHAT, **model | sampling), system, console), console)
+    converse(Chat(runner, params, system, console), console)
 
 
 cli.add_command(serve)
@@ -241,8 +236,8 @@ def evaluate(context):
 @click.argument("engine_dir", type=PATH)
 @click.option("--against", metavar="MODEL", help="Compare with this model; by default with the engine's own source.")
 @click.option("--text", type=PATH, metavar="FILE", help="UTF-8 text to measure on; by default the package's own.")
-@click.option("--tokens", type=click.IntRange(min=2), help="Use only the first N tokens of the text.")
-@click.option("--window", type=click.IntRange(min=2), help="Tokens per window; 512 by default, or the engine's limit.")
+@click.option("--tokens", type=Whole(least=2), help="Use only the first N tokens of the text.")
+@click.option("--window", type=Whole(least=2), help="Tokens per window; 512 by default, or the engine's limit.")
 @click.option("--plot", type=PATH, metavar="FILE.png", help="Draw the error that each layer leaves.")
 @click.option("--output", type=PATH, metavar="FILE", help="Save the report as JSON.")
 @THREADS

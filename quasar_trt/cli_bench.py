@@ -14,8 +14,9 @@ from quasar_trt.bench.options import (
     KernelBenchOptions,
     RequestsBenchOptions,
 )
-from quasar_trt.cli_options import PATH, THREADS, DefaultGroup, Names, Numbers, drafter_options, field_option
+from quasar_trt.cli_options import THREADS, DefaultGroup, drafter_options, field_option
 from quasar_trt.cli_output import check_outputs, show_report
+from quasar_trt.cli_types import PATH, Names, Numbers, Real, Whole
 
 if TYPE_CHECKING:
     from quasar_trt.bench.prompts import Prompt
@@ -35,12 +36,12 @@ def cell_options(command):
         THREADS,
         field_option(CellOptions, "raw", "Encode prompts as they are, without the chat template.", flag=True),
         field_option(CellOptions, "ignore_eos", "Go on past the end-of-sequence token.", flag=True),
-        field_option(CellOptions, "seed", "Seed of every request.", type=int),
-        field_option(CellOptions, "temperature", "0 is greedy.", type=float),
-        field_option(CellOptions, "max_tokens", "Most tokens to emit per prompt.", type=int),
-        field_option(CellOptions, "repeats", "Times that each cell decodes each prompt.", type=int),
-        field_option(CellOptions, "random_prompts", "Prompts of random ids, in which nothing repeats.", type=int),
-        click.option("--limit-per-task", type=click.IntRange(min=1), help="Use only the first N prompts of each task."),
+        field_option(CellOptions, "seed", "Seed of every request.", type=Whole()),
+        field_option(CellOptions, "temperature", "0 is greedy.", type=Real()),
+        field_option(CellOptions, "max_tokens", "Most tokens to emit per prompt.", type=Whole()),
+        field_option(CellOptions, "repeats", "Times that each cell decodes each prompt.", type=Whole()),
+        field_option(CellOptions, "random_prompts", "Prompts of random ids, in which nothing repeats.", type=Whole()),
+        click.option("--limit-per-task", type=Whole(least=1), help="Use only the first N prompts of each task."),
         click.option("--prompts", type=PATH, metavar="FILE", help="JSON Lines with prompt, turns or messages."),
     ):
         command = option(command)
@@ -114,14 +115,14 @@ def read_prompts(path: Path | None, limit_per_task: int | None, options: CellOpt
     from quasar_trt.bench.prompts import load_prompts
 
     if not (path or options.random_prompts):
-        raise click.UsageError("Missing option '--prompts' or '--random-prompts'.", click.get_current_context())
+        raise click.UsageError("--prompts or --random-prompts is missing", click.get_current_context())
     return load_prompts(path, limit_per_task) if path else []
 
 
 @bench.command()
 @click.option("--engine", type=PATH, multiple=True, metavar="DIR", help="Time its passes too; may be repeated.")
 @field_option(KernelBenchOptions, "rows", "Rows of a pass.", type=Numbers())
-@field_option(KernelBenchOptions, "repeats", "Times that each number of rows is timed.", type=int)
+@field_option(KernelBenchOptions, "repeats", "Times that each number of rows is timed.", type=Whole())
 @THREADS
 @OUTPUT
 @MARKDOWN
@@ -143,13 +144,13 @@ def kernels(engine, output, markdown, **options):
 @bench.command()
 @click.option("--engine", type=PATH, required=True, metavar="DIR", help="Engine to run the requests.")
 @click.option("--prompts", type=PATH, required=True, metavar="FILE", help="JSON Lines with prompt, turns or messages.")
-@click.option("--limit-per-task", type=click.IntRange(min=1), help="Use only the first N prompts of each task.")
+@click.option("--limit-per-task", type=Whole(least=1), help="Use only the first N prompts of each task.")
 @field_option(RequestsBenchOptions, "concurrency", "Requests at once.", type=Numbers())
 @drafter_options("none")
-@field_option(RequestsBenchOptions, "repeats", "Times that all prompts are decoded with each.", type=int)
-@field_option(RequestsBenchOptions, "max_tokens", "Most tokens to emit per prompt.", type=int)
-@field_option(RequestsBenchOptions, "temperature", "0 is greedy.", type=float)
-@field_option(RequestsBenchOptions, "seed", "Seed of every request.", type=int)
+@field_option(RequestsBenchOptions, "repeats", "Times that all prompts are decoded with each.", type=Whole())
+@field_option(RequestsBenchOptions, "max_tokens", "Most tokens to emit per prompt.", type=Whole())
+@field_option(RequestsBenchOptions, "temperature", "0 is greedy.", type=Real())
+@field_option(RequestsBenchOptions, "seed", "Seed of every request.", type=Whole())
 @field_option(RequestsBenchOptions, "ignore_eos", "Go on past the end-of-sequence token.", flag=True)
 @field_option(RequestsBenchOptions, "raw", "Encode prompts as they are, without the chat template.", flag=True)
 @THREADS

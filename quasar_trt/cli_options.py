@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import json
-from pathlib import Path
 
 import click
 
-from quasar_trt.errors import QuasarError, unknown
+from quasar_trt.cli_types import Bytes, OptionPair, Real, RegistryName, TokenBias, Whole, called
+from quasar_trt.errors import unknown
 from quasar_trt.sampling_params import SamplingParams
-
-PATH = click.Path(path_type=Path)
 
 
 class Group(click.Group):
@@ -37,46 +34,6 @@ class DefaultGroup(Group):
         return super().parse_args(ctx, args)
 
 
-class Numbers(click.ParamType):
-    """Whole numbers, N,N,...; what takes them checks their range."""
-
-    name = "n,n,..."
-
-    def convert(self, value, param, ctx):
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(number) for number in value.split(","))
-        except ValueError:
-            raise QuasarError(f"{param.opts[0]} is '{value}'; allowed: numbers with commas between them") from None
-
-
-class Names(click.ParamType):
-    """Names with commas between them; what takes them checks them."""
-
-    name = "name,name,..."
-
-    def convert(self, value, param, ctx):
-        return value if isinstance(value, tuple) else tuple(value.split(","))
-
-
-class Bytes(click.ParamType):
-    """A number of bytes, with K, M or G behind it for powers of 1024; what takes it checks its range."""
-
-    name = "bytes"
-
-    def convert(self, value, param, ctx):
-        if isinstance(value, int):
-            return value
-        unit = {"K": 2**10, "M": 2**20, "G": 2**30}.get(value[-1:].upper(), 1)
-        try:
-            return int(float(value[:-1]) * unit) if unit > 1 else int(value)
-        except (ValueError, OverflowError):
-            raise QuasarError(
-                f"{param.opts[0]} is '{value}'; allowed: bytes, or a number with K, M or G behind it"
-            ) from None
-
-
 def field_option(owner: type, name: str, text: str, flag: bool = False, **attributes):
     """A click option for one field of an options dataclass, with the field's default."""
     spelling = f"--{name.replace('_', '-')}"
@@ -86,34 +43,21 @@ def field_option(owner: type, name: str, text: str, flag: bool = False, **attrib
     return click.option(spelling, default=default, show_default=default is not None, help=text, **attributes)
 
 
-class TokenBias(click.ParamType):
-    """ID=BIAS"""
-
-    name = "id=bias"
-
-    def convert(self, value, param, ctx):
-        token, _, bias = value.partition("=")
-        try:
-            return int(token), float(bias)
-        except ValueError:
-            raise QuasarError(f"{param.opts[0]} is '{value}'; allowed: ID=BIAS, a token id and a number") from None
-
-
 # field of SamplingParams -> (help, attributes of its option); none has a default here, so that the model's own can stand
 _SAMPLING = {
-    "n": ("Completions of each prompt.", {"type": int}),
-    "max_tokens": ("Most tokens to emit.", {"type": int}),
-    "min_tokens": ("Tokens to emit before anything else may end the text.", {"type": int}),
-    "temperature": ("0 is greedy.", {"type": float}),
-    "top_p": ("Keep the most probable tokens that reach this probability.", {"type": float}),
-    "top_k": ("Keep this many most probable tokens; 0 keeps all.", {"type": int}),
-    "min_p": ("Keep tokens this many times as probable as the most probable.", {"type": float}),
-    "repetition_penalty": ("Divides the logits of tokens of the prompt and the text.", {"type": float}),
-    "presence_penalty": ("Subtracted from the logit of a token that was emitted.", {"type": float}),
-    "frequency_penalty": ("Subtracted once for each time that it was emitted.", {"type": float}),
-    "seed": ("Fixes the sampled tokens; drawn from the system by default.", {"type": int}),
+    "n": ("Completions of each prompt.", {"type": Whole()}),
+    "max_tokens": ("Most tokens to emit.", {"type": Whole()}),
+    "min_tokens": ("Tokens to emit before anything else may end the text.", {"type": Whole()}),
+    "temperature": ("0 is greedy.", {"type": Real()}),
+    "top_p": ("Keep the most probable tokens that reach this probability.", {"type": Real()}),
+    "top_k": ("Keep this many most probable tokens; 0 keeps all.", {"type": Whole()}),
+    "min_p": ("Keep tokens this many times as probable as the most probable.", {"type": Real()}),
+    "repetition_penalty": ("Divides the logits of tokens of the prompt and the text.", {"type": Real()}),
+    "presence_penalty": ("Subtracted from the logit of a token that was emitted.", {"type": Real()}),
+    "frequency_penalty": ("Subtracted once for each time that it was emitted.", {"type": Real()}),
+    "seed": ("Fixes the sampled tokens; drawn from the system by default.", {"type": Whole()}),
     "stop": ("End where this text appears; may be repeated.", {"multiple": True, "metavar": "TEXT"}),
-    "stop_token_ids": ("End with this token; may be repeated.", {"type": int, "multiple": True, "metavar": "ID"}),
+    "stop_token_ids": ("End with this token; may be repeated.", {"type": Whole(), "multiple": True, "metavar": "ID"}),
     "bad_words": ("Never emit this text; may be repeated.", {"multiple": True, "metavar": "TEXT"}),
     "logit_bias": (
         "Add to a token's logit; may be repeated.",
@@ -121,13 +65,13 @@ _SAMPLING = {
     ),
     "allowed_token_ids": (
         "Emit no token but this; may be repeated.",
-        {"type": int, "multiple": True, "metavar": "ID"},
+        {"type": Whole(), "multiple": True, "metavar": "ID"},
     ),
     "ignore_eos": ("Go on past the end-of-sequence token.", {}),
     "skip_special_tokens": ("Leave special tokens out of the text; so by default.", {}),
     "include_stop_str_in_output": ("Keep the text of what ended it.", {}),
-    "logprobs": ("Show each token with this many most probable ones.", {"type": int}),
-    "prompt_logprobs": ("Show so each token of the prompt.", {"type": int}),
+    "logprobs": ("Show each token with this many most probable ones.", {"type": Whole()}),
+    "prompt_logprobs": ("Show so each token of the prompt.", {"type": Whole()}),
 }
 
 
@@ -156,33 +100,6 @@ def sampling_options(*besides: str, defaults: SamplingParams):
         return collected
 
     return decorate
-
-
-class OptionPair(click.ParamType):
-    """KEY=VALUE; the value is read as JSON where it is JSON (numbers, true, lists), else kept as text."""
-
-    name = "key=value"
-
-    def convert(self, value, param, ctx):
-        key, equals, text = value.partition("=")
-        if not (key and equals):
-            raise QuasarError(f"{param.opts[0]} is '{value}'; allowed: KEY=VALUE")
-        try:
-            return key.replace("-", "_"), json.loads(text)
-        except ValueError:
-            return key.replace("-", "_"), text
-
-
-class RegistryName(click.ParamType):
-    """A name out of a registry that is imported only when it is needed; what looks the name up reports a wrong one."""
-
-    name = "name"
-
-    def __init__(self, load_names):
-        self.load_names = load_names
-
-    def get_metavar(self, param, ctx=None):
-        return f"[{'|'.join(self.load_names())}]"
 
 
 def drafter_options(*besides: str):
@@ -234,9 +151,7 @@ KV_CACHE = click.option(
     type=Bytes(),
     help="Most memory for keys and values, as 2G; half of what is available by default.",
 )
-THREADS = click.option(
-    "--threads", type=click.IntRange(min=1), help="Threads of the engine; all usable CPUs by default."
-)
+THREADS = click.option("--threads", type=Whole(least=1), help="Threads of the engine; all usable CPUs by default.")
 
 
 def usage_message(error: click.UsageError) -> str:
@@ -251,4 +166,8 @@ def usage_message(error: click.UsageError) -> str:
         if any(param.nargs == -1 for param in error.ctx.command.params):  # PROMPT...
             hint += "; put -- before a text that begins with '-'"
         return f"{where}unknown option '{error.option_name}'; {hint}"
-    return where + " ".join(error.format_message().split())
+    if isinstance(error, click.MissingParameter):
+        message = f"{called(error.param)} is missing"
+    else:
+        message = " ".join(error.format_message().split()).removesuffix(".")
+    return where + message + (f"; see {error.ctx.command_path} --help" if error.ctx else "")

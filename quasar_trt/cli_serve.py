@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from quasar_trt.cli_options import ENGINE, KV_CACHE, PATH, THREADS, Bytes, drafter_options
+from quasar_trt.cli_options import ENGINE, KV_CACHE, THREADS, drafter_options
+from quasar_trt.cli_types import PATH, Bytes, Real, Whole, read_text
 from quasar_trt.errors import QuasarError
 
 
@@ -19,8 +20,8 @@ def _read_config(context: click.Context, param: click.Parameter, path: Path | No
     import yaml
 
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = yaml.safe_load(read_text("--config", path))
+    except yaml.YAMLError as error:
         raise QuasarError(f"--config: cannot read {path}: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise QuasarError(f"--config: {path} is no mapping; allowed: lines as 'port: 8000'")
@@ -44,7 +45,7 @@ def _read_config(context: click.Context, param: click.Parameter, path: Path | No
 @click.command()
 @click.argument("engine_dir", type=PATH)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
+@click.option("--port", type=Whole(least=0, most=65535), default=8000, show_default=True, help="0 takes a free one.")
 @click.option(
     "--served-model-name", metavar="NAME", help="What clients call the model; the directory's name by default."
 )
@@ -64,10 +65,10 @@ def _read_config(context: click.Context, param: click.Parameter, path: Path | No
     callback=_read_config,
     help="Values of these options; those on the command line count first.",
 )
-@click.option("--max-requests", type=int, default=256, show_default=True, help="Most completions that run or wait.")
+@click.option("--max-requests", type=Whole(), default=256, show_default=True, help="Most completions that run or wait.")
 @click.option("--max-body-bytes", type=Bytes(), default="1M", show_default=True, help="Most bytes of a request.")
 @click.option(
-    "--request-timeout", type=float, metavar="SECONDS", help="End a completion after so long; never by default."
+    "--request-timeout", type=Real(), metavar="SECONDS", help="End a completion after so long; never by default."
 )
 @drafter_options("none")
 @ENGINE
@@ -107,7 +108,7 @@ def serve(
     from quasar_trt.tokenizer import load_tokenizer
 
     options = ServerOptions(
-        served_model_name=served_model_name or engine_dir.resolve().name,
+        served_model_name=engine_dir.resolve().name if served_model_name is None else served_model_name,
         api_key=api_key,
         drafter=drafter,
         max_requests=max_requests,
@@ -139,9 +140,9 @@ def _read_template(path: Path) -> str:
     from jinja2 import TemplateSyntaxError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    text = read_text("--chat-template", path)
     try:
-        text = path.read_text(encoding="utf-8")
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
-    except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
-        raise QuasarError(f"--chat-template: cannot read {path}: {error}") from None
+    except TemplateSyntaxError as error:
+        raise QuasarError(f"--chat-template: {path} is no Jinja template: line {error.lineno}: {error}") from None
     return text

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError
+from quasar_trt.machine import total_memory
+from quasar_trt.model_config import whole_number
 
 _SHARE = 0.5  # of the memory that is available when the budget is made
 
@@ -17,7 +19,7 @@ class KvBudget:
     num_bytes: the bound; None for what the engine has taken for caches, or else half of the memory that is available now.
     max_seq_len: tokens of the longest sequence that the engine allows and that fits when it is alone.
 
-    Raises QuasarError for a bound that holds no sequence of two tokens.
+    Raises QuasarError for a bound that is more than there is, or that holds no sequence of two tokens.
     """
 
     def __init__(self, engine: Engine, num_bytes: int | None = None):
@@ -25,11 +27,8 @@ class KvBudget:
             num_bytes = (
                 int(_SHARE * engine.available_memory) if engine.cache_capacity is None else engine.cache_capacity
             )
-        elif engine.cache_capacity is not None and num_bytes > engine.cache_capacity:
-            raise QuasarError(
-                f"kv_cache_memory_bytes is {num_bytes}; allowed: at most {engine.cache_capacity}, which this engine has; leave "
-                "it out or build with a larger --max-batch-size"
-            )
+        else:
+            _check(engine, whole_number("kv_cache_memory_bytes", num_bytes))
         self.num_bytes = num_bytes
         self._engine = engine
         self.max_seq_len = bisect_right(range(1, engine.max_seq_len + 1), self.num_bytes, key=engine.bytes_of)
@@ -68,3 +67,19 @@ class KvBudget:
             f"{self._engine.bytes_of(num_tokens + 1)} bytes; allowed: {self.num_bytes} (kv_cache_memory_bytes), which hold "
             f"{self.max_seq_len}; shorten it or allow more"
         )
+
+
+def _check(engine: Engine, num_bytes: int) -> None:
+    """Raises QuasarError for more than the engine has set aside, or than the machine has where caches take memory as they need it."""
+    if engine.cache_capacity is not None:
+        most, whose = (
+            engine.cache_capacity,
+            "which this engine has; leave it out or build with a larger --max-batch-size",
+        )
+    else:
+        most, whose = (
+            total_memory(),
+            "the memory of this machine; give less, or leave it out for half of what is available",
+        )
+    if num_bytes > most:
+        raise QuasarError(f"kv_cache_memory_bytes is {num_bytes}; allowed: at most {most}, {whose}")

@@ -105,25 +105,42 @@ def _read(directory: Path, *names: str) -> list[str]:
 
 def memory() -> str:
     try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return f"{_physical_memory() / 2**30:.1f} GiB"
     except (AttributeError, ValueError, OSError):
         return "unknown"
-    return f"{total / 2**30:.1f} GiB"
+
+
+def total_memory() -> int:
+    """Bytes that this process could take if it were alone: of the machine, or of its control group where that has a limit."""
+    group = _group_memory()
+    return min(_physical_memory(), group[0]) if group else _physical_memory()
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take: of the machine, and of its control group (version 2) where that has a limit."""
+    """Bytes that this process may still take: of the machine, and of its control group where that has a limit."""
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, ValueError, KeyError):
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        available = _physical_memory()
+    if group := _group_memory():
+        limit, used = group
+        available = min(available, limit - used)
+    return max(available, 0)
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _group_memory() -> tuple[int, int] | None:
+    """The limit of this process's control group (version 2) and what it has taken, in bytes; None where there is no limit."""
     try:
         group = Path("/proc/self/cgroup").read_text().rpartition("::/")[2].strip()
         limit, used = map(int, _read(Path("/sys/fs/cgroup") / group, "memory.max", "memory.current"))
     except (OSError, ValueError):  # ValueError: "max"
-        return available
-    return max(min(available, limit - used), 0)
+        return None
+    return limit, used
 
 
 def native_engine() -> str:

@@ -20,6 +20,8 @@ from quasar_trt.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+ROLES = ("system", "developer", "user", "assistant", "tool")  # OpenAI's
+
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     """Raises QuasarError when the directory has no tokenizer or one that cannot be read."""
@@ -64,8 +66,8 @@ def chat_text(
     continue_final_message: leave the last message open, for the model to go on with it.
     template_values: what the template may read besides, such as enable_thinking.
 
-    Raises QuasarError for messages that are not a list of {"role": text, "content": text}, and when there is no template
-    or it objects.
+    Raises QuasarError for messages that are not a list of {"role": one of ROLES, "content": text}, when there is no template,
+    and when it objects or leaves a message out, as many do with roles that they do not know.
     """
     _check_messages(messages)
     if not tokenizer.chat_template:
@@ -76,16 +78,27 @@ def chat_text(
         raise QuasarError(
             f"a chat template cannot be given '{names[0]}'; allowed: names that the template itself reads"
         )
+    render = partial(
+        tokenizer.apply_chat_template,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **values,
+    )
+    # Of the contents themselves a template may strip or escape something.
+    marks = [message["content"] and f"mark{i}of{len(messages)}" for i, message in enumerate(messages)]
     try:
-        return tokenizer.apply_chat_template(
-            list(messages),
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **values,
-        )
+        text = render(list(messages))
+        marked = render([{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)])
     except Exception as error:  # a template is a program of the model's, and its own errors are not the only ones
-        raise QuasarError(f"the chat template refuses these messages: {error}") from None
+        raise QuasarError(f"the chat template refuses these messages: {' '.join(str(error).split())}") from None
+    for message, mark in zip(messages, marks, strict=True):
+        if mark not in marked:
+            raise QuasarError(
+                f"messages has role '{message['role']}' where this model's chat template leaves it out; use another, such as "
+                "'system' or 'user'"
+            )
+    return text
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, str]], **options) -> list[int]:
@@ -132,6 +145,8 @@ def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, Mapping) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise QuasarError(f"a message is {reprlib.repr(message)}; allowed: {allowed}")
+        if message["role"] not in ROLES:
+            raise QuasarError(f"messages has role {message['role']!r}; allowed: {', '.join(ROLES)}")
 
 
 def _utf8(text: str) -> str:

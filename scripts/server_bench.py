@@ -15,74 +15,20 @@ import os
 import random
 import re
 import selectors
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
+
+from served import WORDS, Server
 
 from quasar_trt import Runner, SamplingParams
 
-WORDS = [
-    "the",
-    "sea",
-    "is",
-    "wide",
-    "and",
-    "old",
-    "so",
-    "we",
-    "sail",
-    "on",
-    "until",
-    "night",
-    "falls",
-    "over",
-    "us",
-    "all",
-    "and",
-    "no",
-    "one",
-    "knows",
-    "the",
-    "way",
-]
 
-
-class Server:
-    """`quasar-trt serve` in a process of its own."""
-
-    def __init__(self, engine_dir: str, threads: int):
-        command = [
-            sys.executable,
-            "-m",
-            "quasar_trt.cli",
-            "serve",
-            engine_dir,
-            "--port",
-            "0",
-            "--threads",
-            str(threads),
-        ]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        for line in self.process.stderr:
-            if found := re.fullmatch(r"serving \S+ at (\S+)\n", line):
-                self.address = urlsplit(found[1]).hostname, urlsplit(found[1]).port
-                break
-        else:
-            sys.exit("the server has not started")
-
-    def cpu_seconds(self) -> tuple[float, float]:
-        """Of the whole process, and of its first thread, which is the event loop's."""
-        pid = self.process.pid
-        return _cpu_seconds(f"/proc/{pid}/stat"), _cpu_seconds(f"/proc/{pid}/task/{pid}/stat")
-
-    def end(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        self.process.communicate()
+def cpu_seconds(pid: int) -> tuple[float, float]:
+    """Of the whole process, and of its first thread, which is the event loop's."""
+    return _cpu_seconds(f"/proc/{pid}/stat"), _cpu_seconds(f"/proc/{pid}/task/{pid}/stat")
 
 
 def _cpu_seconds(path: str) -> float:
@@ -126,7 +72,7 @@ def main(engine_dir: str, num_clients: int, max_tokens: int, repeats: int, threa
     params = SamplingParams(**options)
     runner = Runner.from_dir(engine_dir, threads=threads)
     plain = Runner.from_dir(engine_dir, drafter=None, threads=threads)
-    server = Server(engine_dir, threads)
+    server = Server(engine_dir, "--threads", str(threads))
 
     def prompts(count: int) -> list[str]:
         return [" ".join(draw.choices(WORDS, k=40)) for _ in range(count)]
@@ -144,10 +90,11 @@ def main(engine_dir: str, num_clients: int, max_tokens: int, repeats: int, threa
             cpu, wall = time.process_time(), time.perf_counter()
             num_steps = sum(len(piece.token_ids) for piece in plain.stream(text, params))
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            before = server.cpu_seconds()
+            before = cpu_seconds(server.process.pid)
             _, num_tokens = stream(server.address, [options | {"prompt": text, "drafter": "none"}])
             whole, loop = (
-                (later - earlier) / num_tokens for earlier, later in zip(before, server.cpu_seconds(), strict=True)
+                (later - earlier) / num_tokens
+                for earlier, later in zip(before, cpu_seconds(server.process.pid), strict=True)
             )
             step, beyond = wall / num_steps, whole - cpu / num_steps
             print(
@@ -161,7 +108,9 @@ def main(engine_dir: str, num_clients: int, max_tokens: int, repeats: int, threa
                 loops.append(loop / step)
                 costs.append(beyond / step)
     finally:
-        server.end()
+        failure = server.end()
+    if failure:
+        sys.exit(failure)
     share(f"throughput of {num_clients} clients / Runner.generate", throughputs)
     share("processor time of the event loop per token / a step", loops)
     share("processor time beyond the runner's per token / a step", costs)

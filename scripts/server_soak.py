@@ -13,16 +13,12 @@ import contextlib
 import json
 import os
 import random
-import re
-import signal
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import openai
+from served import WORDS, Server
 
 from quasar_trt import Runner
 from quasar_trt.server.protocol import ChatRequest, CompletionRequest
@@ -30,24 +26,6 @@ from quasar_trt.server.protocol import ChatRequest, CompletionRequest
 NUM_QUESTIONS = 48
 MAX_BODY_BYTES = 100_000
 ALLOWED_GROWTH = 32 << 20  # bytes; pools of the allocator still fill up
-WORDS = [
-    "the",
-    "sea",
-    "is",
-    "wide",
-    "and",
-    "old",
-    "so",
-    "we",
-    "sail",
-    "on",
-    "until",
-    "night",
-    "falls",
-    "over",
-    "us",
-    "all",
-]
 
 
 def question(draw: random.Random) -> tuple[bool, dict]:
@@ -78,46 +56,19 @@ def expected(runner: Runner, chat: bool, body: dict) -> list[tuple[list[int], st
     return [(output.token_ids, output.text, output.finish_reason) for output in outputs]
 
 
-class Server:
-    """`quasar-trt serve` in a process of its own."""
-
-    def __init__(self, engine_dir: str, max_requests: int):
-        command = [sys.executable, "-m", "quasar_trt.cli", "serve", engine_dir, "--port", "0"]
-        command += ["--max-requests", str(max_requests), "--max-body-bytes", str(MAX_BODY_BYTES)]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.log = collections.deque(maxlen=20)
-        for line in self.process.stderr:
-            self.log.append(line)
-            if found := re.fullmatch(r"serving \S+ at (\S+)\n", line):
-                self.url = found[1]
-                break
-        else:
-            sys.exit("".join(self.log))
-        self._reader = threading.Thread(target=lambda: self.log.extend(self.process.stderr))
-        self._reader.start()
-
-    def resident_bytes(self) -> int:
-        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE")
-
-    def end(self) -> str | None:
-        """What went wrong."""
-        self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(120)
-        self._reader.join()
-        if code or not self.log[-1].endswith("stopped: 0 bytes of keys and values left over\n"):
-            return f"exit code {code}, {self.log[-1].strip()}"
-        return None
+def resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class Clients:
     """Asks until `seconds` are over; `counts` tells what came of it."""
 
-    def __init__(self, url: str, questions: list, seconds: float):
+    def __init__(self, server: Server, questions: list, seconds: float):
         self.counts: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
-        self._address = urlsplit(url).hostname, urlsplit(url).port
-        self._openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300)
+        self._address = server.address
+        self._openai = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300)
         self._questions = questions
         self._until = time.monotonic() + seconds
 
@@ -197,8 +148,9 @@ def main(engine_dir: str, num_clients: int, seconds: float) -> None:
     questions = [question(draw) for _ in range(NUM_QUESTIONS)]
     questions = [(chat, body, expected(runner, chat, body)) for chat, body in questions]
     del runner
-    server = Server(engine_dir, max_requests=max(num_clients * 3 // 4, 2))
-    clients = Clients(server.url, questions, seconds)
+    limits = {"--max-requests": max(num_clients * 3 // 4, 2), "--max-body-bytes": MAX_BODY_BYTES}
+    server = Server(engine_dir, *[str(part) for option in limits.items() for part in option])
+    clients = Clients(server, questions, seconds)
     clients.model = Path(engine_dir).resolve().name
     sizes: list[int] = []
 
@@ -206,7 +158,7 @@ def main(engine_dir: str, num_clients: int, seconds: float) -> None:
         work = asyncio.create_task(clients.run(num_clients))
         while not work.done():
             await asyncio.wait([work], timeout=seconds / 20)
-            sizes.append(server.resident_bytes())
+            sizes.append(resident_bytes(server.process.pid))
             print(f"{sizes[-1] / 2**20:.0f} MiB resident, {dict(clients.counts)}", flush=True)
         await work
 

@@ -8,6 +8,7 @@ import socket
 import threading
 from urllib.parse import urlsplit
 
+from openai import OpenAI
 from stubs import ByteTokenizer
 
 from quasar_trt.runner import Runner
@@ -88,6 +89,10 @@ class ServerThread:
         status, _, answer = self.request(path, body, **options)
         assert set(answer) == {"error"} and set(answer["error"]) == {"message", "type", "param", "code"}, answer
         return status, answer["error"]
+
+    def client(self) -> OpenAI:
+        """OpenAI's own, to be closed."""
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def connect(self) -> socket.socket:
         return socket.create_connection((self.host, self.port), timeout=30)

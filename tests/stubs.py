@@ -142,13 +142,9 @@ class StubEngine(Engine):
             raise MemoryError(f"{self.cache_bytes} bytes of cache, more than {self.memory}")
 
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
+        self.check(batch)
         starts = [self.length(item.sequence) for item in batch]
         rows = [len(item.tokens) + len(item.draft) for item in batch]
-        if sum(rows) > self.max_rows:
-            raise ValueError(f"{sum(rows)} rows, more than max_rows, {self.max_rows}")
-        for start, count in zip(starts, rows, strict=True):
-            if start + count > self.max_seq_len:
-                raise ValueError(f"position {start + count - 1} reached, max_seq_len is {self.max_seq_len}")
         self.passes.append(
             Pass(
                 sequences=[item.sequence for item in batch],
@@ -162,7 +158,6 @@ class StubEngine(Engine):
         return self.accepted[-1]
 
     def _step_one(self, index: int, item: SequenceStep, accept: Accept) -> Acceptance | None:
-        assert item.tokens, "a sequence needs at least one committed token"
         cache = self._cache(item.sequence)
         self._extend(item.sequence, item.tokens)
         if not item.needs_logits:

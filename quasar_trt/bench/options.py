@@ -31,6 +31,7 @@ class PromptOptions:
     def __post_init__(self):
         if self.repeats < 1:
             raise QuasarError(f"repeats is {self.repeats}; allowed: at least 1")
+        _ = self.sampling_params  # what is not allowed is refused before anything runs
 
     @property
     def sampling_params(self) -> SamplingParams:

@@ -18,6 +18,7 @@ from quasar_trt.errors import QuasarError, named_options
 
 _END_OF_TEXT = -1
 _LONGEST_HISTORY_MATCH = 32  # tokens; a longer match would not be a better one
+_LEAST_HISTORY = 6  # tokens; half of it holds a token, the one that followed it and the end of the text
 
 # The share of draft tokens that were right in answers of a small chat model, greedy and sampled, to questions of many
 # kinds. Rows: length of the match; columns: what followed before (see automaton.py).
@@ -41,7 +42,7 @@ class SuffixOptions:
     branches: the most continuations of one place that are proposed; drafts are chains where it is 1, and where the engine
         verifies no trees.
     history_tokens: the most emitted tokens of finished requests that are kept, in which later requests find matches too;
-        0 for none. Each takes about a kilobyte of memory.
+        0 for none, otherwise at least 6: fewer hold no continuation. Each takes about a kilobyte of memory.
     """
 
     num_speculative_tokens: int | None = None
@@ -52,8 +53,9 @@ class SuffixOptions:
         check_num_speculative_tokens(self.num_speculative_tokens)
         if type(self.branches) is not int or self.branches < 1:
             raise QuasarError(f"branches is {self.branches!r}; allowed: an integer of at least 1")
-        if type(self.history_tokens) is not int or self.history_tokens < 0:
-            raise QuasarError(f"history_tokens is {self.history_tokens!r}; allowed: an integer of at least 0")
+        tokens = self.history_tokens
+        if type(tokens) is not int or not (tokens == 0 or tokens >= _LEAST_HISTORY):
+            raise QuasarError(f"history_tokens is {tokens!r}; allowed: 0, or an integer of at least {_LEAST_HISTORY}")
 
 
 class History:

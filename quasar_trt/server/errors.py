@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import reprlib
+from collections.abc import Sequence
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -69,28 +71,75 @@ def api_error(error: BaseException) -> ApiError:
             shown.headers |= error.headers or {}
             return shown
         case RequestValidationError():
-            return _invalid(error.errors())
+            return _invalid(error)
     LOG.error("a request failed", exc_info=error)
     return ApiError(500, f"the request failed: {type(error).__name__}: {error}")
 
 
 async def respond(request: Request, error: Exception) -> JSONResponse:
     """The handler of every exception."""
-    return api_error(error).response()
+    shown = api_error(error)
+    if shown is not error and shown.status_code in (404, 405):  # the router's own, which name nothing
+        shown.detail = f"there is no {request.method} {request.url.path!r}; GET /openapi.json tells what there is"
+    return shown.response()
 
 
-def _invalid(errors: list[dict]) -> ApiError:
-    """From what pydantic found: about the first parameter alone, whatever it may be instead in one line."""
-    first = errors[0]
-    if first["type"] == "parameter":  # our own; within a message or the like, that is the parameter
-        return ApiError(400, first["msg"], (*first["loc"][1:2], first["ctx"]["name"])[0])
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is no JSON: {first['ctx']['error']}")
-    path = [str(part) for part in first["loc"][1:]]
-    if not path:
-        return ApiError(400, f"the body is no JSON object: {first['msg']}; send one as Content-Type: application/json")
-    name = path[0]
-    if first["type"] == "missing":
-        return ApiError(400, f"{'.'.join(path)} is missing", name)
-    said = dict.fromkeys(error["msg"] for error in errors if error["loc"][1:2] == first["loc"][1:2])
-    return ApiError(400, f"{name} is not allowed: {', or '.join(said)}", name)
+def _invalid(error: RequestValidationError) -> ApiError:
+    """From what pydantic found: about the first parameter alone, there the innermost value and all that it may be."""
+    errors = error.errors()
+    errors = [each for each in errors if each["loc"][1:2] == errors[0]["loc"][1:2]]
+    for each in errors:
+        if each["type"] == "parameter":  # our own; within a message or the like, that is the parameter
+            return ApiError(400, each["msg"], (*each["loc"][1:2], each["ctx"]["name"])[0])
+        if each["type"] == "json_invalid":
+            return ApiError(400, f"the body is no JSON: {each['ctx']['error']}")
+    if not errors[0]["loc"][1:]:
+        return ApiError(
+            400,
+            f"the body is {reprlib.repr(error.body)}; allowed: a JSON object, sent as Content-Type: application/json",
+        )
+    found = [(*_place(each, error.body), each) for each in errors]
+    path, value, innermost = max(found, key=lambda each: (len(each[0]), each[0]))
+    if innermost["type"] == "missing":
+        return ApiError(400, f"{_written(path)} is missing; give it", path[0])
+    allowed = dict.fromkeys(_allowed(each) for place, _, each in found if place == path)
+    return ApiError(400, f"{_written(path)} is {reprlib.repr(value)}; allowed: {' or '.join(allowed)}", path[0])
+
+
+def _place(error: dict, body: object) -> tuple[Sequence[str | int], object]:
+    """Where in the body an error is, and what is there; pydantic also names the kinds that it tried a value as."""
+    path, value = [], body
+    for part in error["loc"][1:]:
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
+            value = value[part]
+            path.append(part)
+    return (*path, error["loc"][-1]) if error["type"] == "missing" else tuple(path), value
+
+
+def _written(path: Sequence[str | int]) -> str:
+    """messages[0].content"""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
+# Of pydantic's errors -> what is allowed; the others say it well enough.
+_ALLOWED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "greater_than_equal": "{ge} or more",
+    "int_type": "an integer",
+    "less_than_equal": "{le} or less",
+    "list_type": "a list",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "none_required": "null",
+    "string_too_long": "text of at most {max_length} characters",
+    "string_type": "text",
+    "too_long": "at most {max_length} of them",
+    "too_short": "at least {min_length} of them",
+}
+
+
+def _allowed(error: dict) -> str:
+    text = _ALLOWED.get(error["type"])
+    return error["msg"] if text is None else text.format(**error.get("ctx", {}))

@@ -22,7 +22,6 @@ from quasar_trt.server.errors import LOG
 from quasar_trt.server.options import ServerOptions
 from quasar_trt.server.text import Text
 
-_MAX_CONNECTIONS = 900  # below the usual limit of 1024 open files
 _IDLE_SECONDS = 60  # that a connection may wait between requests
 _ABORT_SECONDS = 5  # that requests have to end when they are aborted
 
@@ -119,7 +118,6 @@ async def _serve(runner, tokenizer, options, bound, sampling, started) -> None:
         server_header=False,
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=_ABORT_SECONDS,  # requests are over then, but a client may not read its answer
-        limit_concurrency=_MAX_CONNECTIONS,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # what clients send wrong is theirs to know
     server = Server(config, backend, started)

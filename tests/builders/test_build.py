@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 
 import pytest
 import torch
@@ -144,6 +145,9 @@ def test_a_short_calibration_file_is_used_and_noted(model_dir, tmp_path, capsys)
         ({"calib_max_seq_length": 0}, ["calib_max_seq_length is 0"]),
         ({"max_batch_size": 0}, ["max_batch_size is 0"]),
         ({"max_draft_len": -1}, ["max_draft_len is -1"]),
+        ({"max_draft_len": 512}, ["max_draft_len is 512; max_seq_len 512 allows 1 to 511"]),
+        ({"max_draft_len": 8, "max_seq_len": 8}, ["max_draft_len is 8; max_seq_len 8 allows 1 to 7"]),
+        ({"calib_max_seq_length": 513}, ["calib_max_seq_length is 513; this model allows 1 to 512"]),
         ({"max_seq_len": 1000}, ["max_seq_len is 1000", "2 to 512"]),
         ({"calib_dataset": "missing.txt"}, ["cannot read calibration file missing.txt"]),
     ],
@@ -153,6 +157,21 @@ def test_bad_options_are_refused_and_leave_nothing(model_dir, tmp_path, options,
     for word in words:
         assert word in message
     assert list(tmp_path.iterdir()) == []
+
+
+def test_build_that_needs_more_memory_than_there_is_is_refused_with_both_numbers(model_dir, tmp_path):
+    message = refusal(str(model_dir), tmp_path / "out", Recipe(), calib_size=10**12)
+    assert re.match(
+        r"building this model takes about \d+\.\d GB of memory, this machine has \d+\.\d GB; .*fewer or", message
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_default_lengths_fit_a_short_model(tmp_path):
+    model = save_hf(tiny_llama(0, max_position_embeddings=12), tmp_path / "model")
+    manifest = build(str(model), tmp_path / "int8", Recipe(), **QUIET, calib_size=2)
+    assert (manifest.limits.max_seq_len, manifest.limits.max_draft_len) == (12, 11)
+    assert manifest.calibration["tokens"] == 2 * 12
 
 
 @pytest.mark.parametrize(

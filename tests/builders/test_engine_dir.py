@@ -37,6 +37,16 @@ def test_an_interrupt_between_the_renames_puts_the_old_engine_back(tmp_path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_full_disk_is_told_with_the_output_and_leaves_nothing(tmp_path):
+    out = tmp_path / "deep" / "out"
+    with pytest.raises(QuasarError) as error, appearing_whole(out, force=False), open("/dev/full", "wb") as full:
+        full.write(b"weights")
+    assert str(error.value).startswith(
+        f"cannot write {out}: No space left on device; make room there, or choose another"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_old_engine_that_cannot_be_put_back_is_kept_and_named(tmp_path, monkeypatch):
     out = old_engine(tmp_path)
     original = Path.rename

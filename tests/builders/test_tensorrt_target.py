@@ -6,6 +6,7 @@ import dataclasses
 import io
 import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tensorrt_builder_double import TensorRTBuilderDouble
 from tiny import save_hf, tiny_checkpoint, tiny_llama, write_engine_dir
 
 from quasar_trt.builders import build as build_module
-from quasar_trt.builders import layer_quantizer, targets
+from quasar_trt.builders import layer_quantizer, targets, tensorrt_target
 from quasar_trt.builders.build import build
 from quasar_trt.builders.evaluate import evaluate_fidelity
 from quasar_trt.builders.tensorrt_target import compile_plans
@@ -154,6 +155,13 @@ def test_a_missing_stack_is_named_with_the_line_that_installs_it(model_dir, tmp_
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     monkeypatch.setattr("quasar_trt.tensorrt_stack.version_of", lambda name: None)
     assert "pip install 'quasar-trt[tensorrt-rtx]'" in refusal(model_dir, tmp_path)
+
+
+def test_a_disk_that_gets_full_is_the_reason_and_leaves_nothing(model_dir, tmp_path, monkeypatch):
+    plan_writer = tensorrt_target._plan_writer
+    monkeypatch.setattr(tensorrt_target, "_plan_writer", lambda trt, path: plan_writer(trt, Path("/dev/full")))
+    assert f"cannot write {tmp_path}/out: No space left on device; make room" in refusal(model_dir, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_larger_than_the_memory_is_refused_with_both_numbers(model_dir, tmp_path, monkeypatch):

@@ -64,3 +64,10 @@ def deep_dirs(deep_model, tmp_path_factory) -> dict[str, Path]:
     for name, (recipe, options) in recipes.items():
         build(str(root / "model"), root / name, recipe, progress=False, **options)
     return {name: root / name for name in recipes}
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    """OpenAI's client of the `server` that a module has."""
+    with server.client() as client:
+        yield client

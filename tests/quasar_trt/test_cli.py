@@ -11,12 +11,15 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from quasar_trt.cli import cli
+from quasar_trt.errors import QuasarError
 from quasar_trt.recipe import Recipe
 
 ENVIRONMENT = os.environ | {"COLUMNS": "100"}
@@ -92,14 +95,69 @@ def test_defaults_shown_are_those_of_the_dataclasses():
     assert "[default: 16]" not in quasar_trt("chat", "--help").stdout
 
 
+def commands(group: click.Group = cli, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+# An option's type -> what it does not take, and what it says is allowed.
+WRONG = {
+    "Whole": (["abc", "1.5", ""], "a whole number"),
+    "Real": (["abc", ""], "a number"),
+    "Numbers": (["abc", "1,,2", ""], "numbers with commas between them"),
+    "Bytes": (["abc", "1.5", ""], "bytes, or a number with K, M or G behind it"),
+    "TokenBias": (["abc", "1=", "=1", ""], "ID=BIAS, a token id and a number"),
+    "OptionPair": (["abc", "=1", ""], "KEY=VALUE"),
+    "Choice": (["abc", ""], None),
+    "_Path": ([""], "a path"),
+}
+UNCHECKED = {"StringParamType", "Names", "RegistryName", "BoolParamType"}  # which what takes them checks, and flags
+
+
+def test_wrong_value_of_any_option_is_named_with_what_is_allowed():
+    seen = set()
+    for path, command in commands():
+        for option in command.params:
+            kind = type(option.type).__name__
+            seen.add(kind)
+            for value in WRONG[kind][0] if kind not in UNCHECKED and isinstance(option, click.Option) else ():
+                result = CliRunner().invoke(cli, [*path, option.opts[0], value])
+                assert isinstance(result.exception, QuasarError), (path, option.opts, value)
+                if kind == "Choice":
+                    assert str(result.exception).startswith(
+                        f"unknown {option.opts[0]} '{value}'; one of: {', '.join(sorted(option.type.choices))}"
+                    )
+                else:
+                    assert str(result.exception).startswith(f"{option.opts[0]} is '{value}'; allowed: {WRONG[kind][1]}")
+    assert seen == UNCHECKED | set(WRONG)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["generate", "d", "p", "--threads", "0"], "--threads is '0'; allowed: a whole number of at least 1"),
+        (["serve", "d", "--port", "65536"], "--port is '65536'; allowed: a whole number of at least 0, at most 65535"),
+        (["eval", "fidelity", "d", "--tokens", "1"], "--tokens is '1'; allowed: a whole number of at least 2"),
+        (["info", ""], "ENGINE_DIR is ''; allowed: a path"),
+    ],
+)
+def test_value_beyond_its_bounds_is_named_with_them(args, message):
+    assert str(CliRunner().invoke(cli, args).exception) == message
+
+
 @pytest.mark.parametrize(
     ("args", "parts"),
     [
         (["biuld"], ["unknown command 'biuld'", "did you mean 'build'?"]),
         (["build", "m", "--output-dirr", "x"], ["unknown option '--output-dirr'", "did you mean '--output-dir'?"]),
         (["build", "m", "--output_dirr", "x"], ["did you mean '--output-dir'?"]),
-        (["build", "--output-dir", "x"], ["Missing argument 'MODEL'"]),
-        (["build", "m"], ["Missing option '--output-dir'"]),
+        (["build", "--output-dir", "x"], ["quasar-trt build: MODEL is missing; see quasar-trt build --help"]),
+        (["build", "m"], ["--output-dir is missing; see quasar-trt build --help"]),
+        (["build", "m", "n", "--output-dir", "x"], ["extra argument (n); see quasar-trt build --help"]),
+        (["build", "m", "--output-dir", ""], ["--output-dir is ''; allowed: a path"]),
         (["build", "m", "--output-dir"], ["--output-dir", "requires an argument"]),
         (["build", "m", "--output-dir", "x", "--quantization", "int9"], ["int9", "int8", "none"]),
         (["build", "m", "--output-dir", "x", "--smoothquant", "1.5"], ["smoothquant is 1.5", "0 to 1"]),
@@ -119,7 +177,7 @@ def test_defaults_shown_are_those_of_the_dataclasses():
         (["info", "/does/not/exist"], ["/does/not/exist", "quasar-trt build"]),
         (["info", "--verify"], ["--verify", "ENGINE_DIR"]),
         (["generate", "/does/not/exist", "hello"], ["/does/not/exist"]),
-        (["generate", "/does/not/exist"], ["Missing argument 'PROMPT...'"]),
+        (["generate", "/does/not/exist"], ["quasar-trt generate: PROMPT is missing"]),
         (["generate", "d", "hello", "--temperature", "-1"], ["temperature is -1.0"]),
         (["generate", "d", "hello", "--top_p", "0"], ["top_p is 0.0"]),
         (["generate", "d", "hello", "--max-tokens", "0"], ["max_tokens is 0"]),
@@ -128,11 +186,12 @@ def test_defaults_shown_are_those_of_the_dataclasses():
         (["generate", "d", "hello", "--min-tokens", "20"], ["min_tokens is 20", "max_tokens"]),
         (["chat", "d", "--repetition_penalty", "0"], ["repetition_penalty is 0.0"]),
         (["chat", "/does/not/exist"], ["/does/not/exist"]),
+        (["chat", "/does/not/exist", "--min-tokens", "20"], ["/does/not/exist"]),  # without bound, as it is by default
         (["generate", "d", "hello", "--threads", "0"], ["--threads"]),
         (["generate", "d", "hello", "--drafter-option", "five"], ["'five'", "KEY=VALUE"]),
-        (["bench"], ["quasar-trt bench cells", "Missing option '--int8'"]),
+        (["bench"], ["quasar-trt bench cells: --int8 is missing"]),
         (["bench", "kernel"], ["unknown command 'kernel'", "did you mean 'kernels'?"]),
-        (["bench", "--int8", "d", "--bf16", "d"], ["Missing option '--prompts' or '--random-prompts'"]),
+        (["bench", "--int8", "d", "--bf16", "d"], ["--prompts or --random-prompts is missing; see"]),
         (["bench", "--int8", "d", "--bf16", "d", "--random-prompts", "-1"], ["random_prompts is -1", "at least 0"]),
         (
             ["bench", "--int8", "d", "--bf16", "d", "--random-prompts", "1", "--plot", "p.jpg"],
@@ -385,6 +444,7 @@ def test_build_options_reach_the_builder(args, recipe, options, built):
 
 
 def test_build_defaults_are_those_of_the_builder():
+    from quasar_trt.builders.build import MAX_DRAFT_LEN
     from quasar_trt.builders.build import build as builder
     from quasar_trt.builders.calibrate import CALIB_MAX_SEQ_LENGTH, CALIB_SIZE
     from quasar_trt.cli import build
@@ -398,6 +458,7 @@ def test_build_defaults_are_those_of_the_builder():
     text = {parameter.name: parameter.help for parameter in build.params if hasattr(parameter, "help")}
     assert f"{CALIB_SIZE} by default" in text["calib_size"]
     assert f"{CALIB_MAX_SEQ_LENGTH} by default" in text["calib_max_seq_length"]
+    assert f"{MAX_DRAFT_LEN} by default" in text["max_draft_len"]
 
 
 def test_a_dry_run_prints_the_estimate_and_writes_nothing(hf_dir, tmp_path):

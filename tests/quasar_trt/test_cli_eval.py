@@ -148,7 +148,7 @@ def test_a_picture_without_matplotlib_is_refused_before_the_work(engine, run, tm
         (["ENGINE", "--plot", "/does/not/exist/layers.png"], ["--plot", "/does/not/exist"]),
         (["ENGINE", "--plot", "ENGINE/layers.png"], ["--plot", "lies in the engine directory"]),
         (["ENGINE", "--plot", "layers.svg"], ["layers.svg", "ends in .png"]),
-        ([], ["Missing argument 'ENGINE_DIR'"]),
+        ([], ["ENGINE_DIR is missing"]),
     ],
     ids=" ".join,
 )

@@ -90,7 +90,7 @@ def test_configuration_file_sets_options_and_the_command_line_counts_first(engin
         ("- port\n", "is no mapping"),
         ("port: [\n", "cannot read"),
         ("api_key:\n", "has 'api_key' without a value"),
-        ("port: many\n", "'many' is not a valid integer"),
+        ("port: many\n", "--port is 'many'; allowed: a whole number of at least 0, at most 65535"),
         ("port: 0\ndrafter_option: {depth: 1}\n", "unknown suffix drafter option 'depth'"),
     ],
 )
@@ -110,13 +110,19 @@ def test_wrong_options_are_refused_before_the_engine_is_loaded(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"cannot listen at --host 127.0.0.1 --port {port}: " in refused(missing, "--port", port)
+    assert "served_model_name is ''; allowed: printable text" in refused(missing, "--served-model-name", "")
+    assert f"--config: cannot read {missing}: No such file or directory" in refused(missing, "--config", missing)
     assert "engine" in refused(missing, "--port", "0")
 
 
 def test_wrong_chat_template_is_refused(engine_dirs, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{% for %}")
-    assert "--chat-template: cannot read" in refused(engine_dirs["INT8"], "--port", "0", "--chat-template", template)
+    arguments = engine_dirs["INT8"], "--port", "0", "--chat-template"
+    assert f"--chat-template: {template} is no Jinja template: line 1: " in refused(*arguments, template)
+    template.write_bytes(b"\xff")
+    assert f"--chat-template: {template} is no UTF-8 text" in refused(*arguments, template)
+    assert f"--chat-template: cannot read {tmp_path}: Is a directory" in refused(*arguments, tmp_path)
 
 
 def test_help_needs_nothing_of_the_extra(tmp_path):

@@ -14,6 +14,7 @@ from stubs import StubDrafter, StubEngine, perfect_rule, random_logits
 
 from quasar_trt import roster
 from quasar_trt.drafters.base import Draft, Drafter
+from quasar_trt.drafters.engine import EngineDrafter
 from quasar_trt.errors import QuasarError
 from quasar_trt.generation import Generation
 from quasar_trt.prefix_cache import PrefixCache
@@ -181,6 +182,22 @@ def test_prompt_that_can_never_fit_is_refused_at_once_with_both_numbers():
     assert len(ids(output)[0]) == 4 and output.outputs[0].finish_reason == "length"
     with pytest.raises(QuasarError, match="kv_cache_memory_bytes is 3; allowed: at least 4"):
         open_runner(memory=3)
+
+
+def test_more_memory_than_the_machine_has_is_refused_with_both_numbers(monkeypatch):
+    monkeypatch.setattr("quasar_trt.kv_budget.total_memory", lambda: 20)
+    assert open_runner(memory=20)[0].load.kv_limit == 20
+    with pytest.raises(
+        QuasarError, match="kv_cache_memory_bytes is 21; allowed: at most 20, the memory of this machine"
+    ):
+        open_runner(memory=21)
+    drafter = EngineDrafter(StubEngine(LOGITS, VOCAB), kv_cache_memory_bytes=21)
+    with pytest.raises(
+        QuasarError, match="kv_cache_memory_bytes is 21; allowed: at most 20, the memory of this machine"
+    ):
+        open_runner(memory=20, drafter=drafter)
+    with pytest.raises(QuasarError, match="kv_cache_memory_bytes is '1G'; it must be a whole number"):
+        open_runner(memory="1G")
 
 
 def test_drafts_give_way_before_requests_do():

@@ -107,3 +107,21 @@ def test_features_are_those_that_the_kernels_use(monkeypatch):
     flags = "fpu avx2 fma f16c avx512_bf16 amx_int8 avx_vnni"
     monkeypatch.setattr(machine, "_cpuinfo", lambda *keys: flags if "flags" in keys else "")
     assert machine.cpu_features() == ["avx2", "fma", "f16c", "avx_vnni"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "total", "available"), [("max", 1 << 30, 600 << 20), (f"{512 << 20}", 512 << 20, 112 << 20)]
+)
+def test_memory_is_that_of_the_machine_or_of_its_control_group(limit, total, available, tmp_path, monkeypatch):
+    files = {
+        "proc/meminfo": f"MemTotal: {1 << 20} kB\nMemAvailable: {600 << 10} kB\n",
+        "proc/self/cgroup": "0::/a/b\n",
+        "sys/fs/cgroup/a/b/memory.max": f"{limit}\n",
+        "sys/fs/cgroup/a/b/memory.current": f"{400 << 20}\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(machine, "Path", lambda path: tmp_path / path.lstrip("/"))
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 18}.get)
+    assert (machine.total_memory(), machine.available_memory()) == (total, available)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from stubs import StubEngine, chain_logits, random_logits
 
+from quasar_trt.bench.options import BenchOptions, RequestsBenchOptions
 from quasar_trt.drafters.base import Drafter
 from quasar_trt.drafters.engine import EngineDrafter
 from quasar_trt.drafters.registry import DRAFTERS, OPERANDS, make_drafter
@@ -172,7 +173,7 @@ def test_every_default_works(engine_dirs, head_dirs):
         (lambda: make_drafter("suffix", {"num_speculative_tokens": "3"}), "num_speculative_tokens is '3'; allowed"),
         (
             lambda: make_drafter("suffix", {"history_tokens": -1}),
-            "history_tokens is -1; allowed: an integer of at least 0",
+            "history_tokens is -1; allowed: 0, or an integer of at least 6",
         ),
         (lambda: make_drafter("suffix", {"history_tokens": 1e4}), "history_tokens is 10000.0; allowed"),
         (lambda: make_drafter("engine", {}), "drafter is 'engine'; allowed: engine:DIR"),
@@ -186,6 +187,8 @@ def test_every_default_works(engine_dirs, head_dirs):
         (lambda: EngineDrafter("x", draft_tokenizer="yes"), "draft_tokenizer is 'yes'; allowed: true or false"),
         (lambda: EngineDrafter("x", kv_cache_memory_bytes=0), "kv_cache_memory_bytes is 0; allowed: a number of bytes"),
         (lambda: EngineDrafter("x", drafters="suffix"), "unknown engine drafter option 'drafters'.*mean 'drafter'"),
+        (lambda: BenchOptions(max_tokens=0), "max_tokens is 0; allowed: an integer of at least 1"),
+        (lambda: RequestsBenchOptions(temperature=-1.0), "temperature is -1.0; allowed: 0"),
         (lambda: make_drafter(None, {"num_speculative_tokens": 3}), "without a drafter"),
         (lambda: make_drafter("medusa", {}), "drafter is 'medusa'; allowed: medusa:DIR"),
         (lambda: make_drafter("eagle:", {}), "drafter is 'eagle:'; allowed: eagle:DIR"),

@@ -145,11 +145,35 @@ def test_text_that_utf8_cannot_hold_is_refused(engine_dirs):
         ([{"role": "user"}], "a message is {'role': 'user'}; allowed"),
         ([{"role": "user", "content": "hi"}, {"role": 1, "content": "hi"}], "a message is {.*1.*}; allowed"),
         ([{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "a message is {.*; allowed"),
+        (
+            [{"role": "frob", "content": "hi"}],
+            "messages has role 'frob'; allowed: system, developer, user, assistant, tool$",
+        ),
     ],
 )
 def test_messages_of_another_form_are_refused(engine_dirs, messages, message):
     with pytest.raises(QuasarError, match=message):
         Runner.from_dir(engine_dirs["INT8"]).chat_ids(messages)
+
+
+# Leaves out messages of any role but three, and spaces around the texts of these.
+PICKY = (
+    "{% for message in messages %}{% if message.role in ('system', 'user', 'assistant') %}"
+    "{{ message.role }}: {{ message.content | trim }}\n{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("role", ["developer", "tool"])
+def test_message_that_the_template_leaves_out_is_refused(engine_dirs, role):
+    runner = Runner.from_dir(engine_dirs["INT8"])
+    runner.tokenizer.chat_template = PICKY
+    messages = [{"role": "system", "content": " A "}, {"role": "user", "content": "b"}]
+    assert runner.tokenizer.decode(runner.chat_ids(messages)) == "system: a\nuser: b\n"
+    messages.append({"role": role, "content": "c"})
+    with pytest.raises(QuasarError, match=f"messages has role '{role}' where this model's chat template leaves it out"):
+        runner.chat(messages)
+    messages[-1] = {"role": role, "content": ""}  # of which there is nothing to leave out
+    assert runner.tokenizer.decode(runner.chat_ids(messages)) == "system: a\nuser: b\n"
 
 
 def test_text_without_a_tokenizer_is_refused(engine_dir):

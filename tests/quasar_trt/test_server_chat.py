@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError
 from server_thread import ChatTokenizer, ServerThread
 from stubs import ByteTokenizer, StubDrafter, StubEngine, perfect_rule, random_logits
 
@@ -28,12 +28,6 @@ def completion(prompt: str = PROMPT, **params):
 def server():
     with ServerThread(make_runner(), ChatTokenizer(), drafter="stub") as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_answer_is_that_of_the_runner_whole_and_streamed(client):

@@ -27,12 +27,6 @@ def server():
         yield server
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def collect(client: OpenAI, **body) -> tuple[dict[int, dict], object]:
     """What the pieces of a stream join to, per choice, and the usage."""
     choices: dict[int, dict] = {}
@@ -223,8 +217,7 @@ def test_context_limit_ends_a_completion_and_refuses_a_prompt():
 def test_characters_of_several_tokens_come_whole(num_draft_tokens):
     chain = [*"é世🙂".encode(), 256]
     runner = make_runner(chain_logits(chain, 1, VOCAB), num_draft_tokens)
-    with ServerThread(runner, ByteTokenizer(), drafter="stub") as server:
-        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with ServerThread(runner, ByteTokenizer(), drafter="stub") as server, server.client() as client:
         body = {"model": "tiny", "prompt": "a", "temperature": 0, "max_tokens": 32}
         pieces = [chunk.choices[0] for chunk in client.completions.create(**body, stream=True)]
         assert "".join(piece.text for piece in pieces) == "é世🙂"

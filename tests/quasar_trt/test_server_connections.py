@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import socket
 import threading
@@ -244,11 +246,48 @@ def server():
         yield server
 
 
+def whole_answer(client: socket.socket) -> tuple[bytes, dict]:
+    """Head and JSON of what comes until the connection is closed."""
+    head, _, body = b"".join(iter(lambda: client.recv(65536), b"")).partition(b"\r\n\r\n")
+    return head.lower(), json.loads(body)
+
+
 def test_malformed_request_is_told_so_and_leaves_no_trace_in_the_log(server, caplog):
     with server.connect() as client:
         client.sendall(b"\x16\x03\x01\x02\r\n\r\n")
-        assert b"".join(iter(lambda: client.recv(65536), b"")).startswith(b"HTTP/1.1 400")
+        head, answer = whole_answer(client)
+    assert head.startswith(b"http/1.1 400") and b"content-type: application/json" in head
+    error = answer["error"]
+    assert error.pop("message").startswith("the request is malformed HTTP, or its head is too large; allowed: HTTP/1.1")
+    assert error == {"type": "invalid_request_error", "param": None, "code": None}
     assert answers(server) and not [each for each in caplog.records if each.exc_info]
+
+
+def test_malformed_rest_of_a_refused_request_ends_the_connection(server, caplog):
+    with server.connect() as client:
+        client.sendall(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        data = b""
+        while not data.endswith(b"}}"):
+            data += client.recv(65536)
+        assert data.startswith(b"HTTP/1.1 404")
+        client.sendall(b"no chunk\r\n")
+        with contextlib.suppress(ConnectionError):
+            assert client.recv(65536) == b""
+    assert answers(server) and not [each for each in caplog.records if each.exc_info]
+
+
+def test_connections_beyond_the_limit_are_told_so_and_the_others_go_on(server, monkeypatch):
+    with contextlib.closing(http.client.HTTPConnection(server.host, server.port, timeout=30)) as first:
+        first.request("GET", "/health")
+        assert first.getresponse().read()
+        monkeypatch.setattr(connection_module, "MAX_CONNECTIONS", 1)
+        status, headers, answer = server.request(PATH, SHORT)
+        assert status == 503 and headers["Connection"] == "close"
+        assert answer["error"]["type"] == "service_unavailable_error"
+        assert answer["error"]["message"].startswith("1 connections are open already; close some")
+        first.request("GET", "/health")
+        assert first.getresponse().status == 200
+    eventually(lambda: answers(server))
 
 
 def test_requests_follow_each_other_on_one_connection(server):

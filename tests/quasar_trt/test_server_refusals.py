@@ -38,12 +38,12 @@ def _server_goes_on(request):
 WRONG = [
     # parameter, value, what the message says
     ("temperature", -1, "temperature is -1.0; allowed: 0 (greedy) or more"),
-    ("temperature", "hot", "temperature is not allowed: Input should be a valid number"),
-    ("temperature", True, "temperature is not allowed"),
+    ("temperature", "hot", "temperature is 'hot'; allowed: a number"),
+    ("temperature", True, "temperature is True; allowed: a number"),
     ("top_p", 0, "top_p is 0.0; allowed"),
-    ("top_k", 1.5, "top_k is not allowed: Input should be a valid integer"),
+    ("top_k", 1.5, "top_k is 1.5; allowed: an integer"),
     ("n", 0, "n is 0; allowed"),
-    ("n", 129, "n is not allowed: Input should be less than or equal to 128"),
+    ("n", 129, "n is 129; allowed: 128 or less"),
     ("max_tokens", 0, "max_tokens is 0; allowed"),
     ("min_tokens", 99, "min_tokens is 99; allowed: at most max_tokens"),
     ("seed", 2**63, "seed is 9223372036854775808; allowed: a 64-bit integer"),
@@ -51,15 +51,15 @@ WRONG = [
     ("repetition_penalty", 0, "repetition_penalty is 0.0"),
     ("logit_bias", {"999": 1}, "logit_bias has token id 999; allowed: 0 to 256"),
     ("logit_bias", {"x": 1}, "logit_bias is {'x': 1.0}; allowed: a mapping of token ids"),
-    ("logit_bias", [1], "logit_bias is not allowed: Input should be a valid dictionary"),
+    ("logit_bias", [1], "logit_bias is [1]; allowed: an object"),
     ("stop", "", "stop is ''; allowed: a text that is not empty"),
-    ("stop", 5, "stop is not allowed: Input should be a valid string, or Input should be a valid list"),
-    ("stop", ["x"] * 65, "at most 64 items"),
+    ("stop", 5, "stop is 5; allowed: text or a list"),
+    ("stop", ["x"] * 65, "; allowed: text or at most 64 of them"),
     ("stop", "x" * 257, "stop has a text of more than 256 characters"),
     ("bad_words", [""], "bad_words is ['']; allowed"),
     ("stop_token_ids", [300], "stop_token_ids has token id 300; allowed: 0 to 256"),
     ("allowed_token_ids", [], "allowed_token_ids is []; allowed: a list of at least one"),
-    ("prompt_logprobs", 21, "prompt_logprobs is not allowed: Input should be less than or equal to 20"),
+    ("prompt_logprobs", 21, "prompt_logprobs is 21; allowed: 20 or less"),
     ("drafter", "eagle", "drafter is 'eagle'; allowed: 'none'"),
     ("stream_options", {"include_usage": True}, "stream_options is given without stream"),
     ("temprature", 1, "unknown parameter 'temprature'; one of: "),
@@ -107,7 +107,8 @@ def _unstreamed(name: str, streams: bool) -> dict:
         (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"\ud800": 1}}, "logit_bias"),
         (CHAT, {"messages": HELLO, "chat_template_kwargs": {"\ud800": 1}}, None),
-        (CHAT, {"messages": [{"role": "\ud800", "content": "x"}]}, None),
+        (CHAT, {"messages": [{"role": "\ud800", "content": "x"}]}, "messages"),
+        (CHAT, {"messages": [{"role": "frob", "content": "x"}]}, "messages"),
         (CHAT, {}, "messages"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": "hello"}, "messages"),
@@ -129,16 +130,47 @@ def test_body_is_refused_by_what_is_wrong_in_it(server, path, body, param):
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (COMPLETIONS, {}, "prompt is missing; give it"),
+        (COMPLETIONS, {"prompt": 5}, "prompt is 5; allowed: text or a list"),
+        (COMPLETIONS, {"prompt": [1, "a"]}, "prompt[1] is 'a'; allowed: an integer"),
+        (COMPLETIONS, {"prompt": ["a", 1]}, "prompt[1] is 1; allowed: text"),
+        (COMPLETIONS, {"prompt": [[1, 0.5]]}, "prompt[0][1] is 0.5; allowed: an integer"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": "x"}}, "logit_bias.1 is 'x'; allowed: a number"),
+        (COMPLETIONS, {"prompt": "a", "stream": 1}, "stream is 1; allowed: true or false"),
+        (COMPLETIONS, {"prompt": "a", "user": "x" * 257}, "; allowed: text of at most 256 characters"),
+        (CHAT, {"messages": []}, "messages is []; allowed: at least 1 of them"),
+        (CHAT, {"messages": [5]}, "messages[0] is 5; allowed: an object"),
+        (CHAT, {"messages": [*HELLO, {"role": "user"}]}, "messages[1].content is missing; give it"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content is 5; allowed: text or a list"),
+        (CHAT, {"messages": [{"role": "user", "content": [{}]}]}, "messages[0].content[0].type is missing; give it"),
+        (CHAT, {"messages": [HELLO[0] | {"tool_calls": []}]}, "messages[0].tool_calls is []; allowed: null"),
+        (CHAT, {"messages": HELLO, "stream_options": "all"}, "stream_options is 'all'; allowed: an object"),
+    ],
+)
+def test_value_of_another_kind_is_shown_where_it_is_with_what_is_allowed(server, path, body, message):
+    status, error = server.refusal(path, body)
+    assert status == 400 and error["message"].endswith(message), error
+
+
+def test_role_is_refused_by_name_with_those_allowed(server):
+    for path in (CHAT, "/tokenize"):
+        _, error = server.refusal(path, {"messages": [*HELLO, {"role": "frob", "content": "x"}]})
+        assert error["message"] == "messages has role 'frob'; allowed: system, developer, user, assistant, tool"
+
+
+@pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"", "body"),
+        (b"", "the body is None; allowed: a JSON object, sent as Content-Type: application/json"),
         (b"{", "the body is no JSON"),
         (b'{"prompt": "a", }', "the body is no JSON"),
         (b'{"prompt": "\xff\xfe"}', "the body is no JSON"),
         (b"[" * 10_000, "the body is no JSON"),
-        (b'"text"', "the body is no JSON object"),
-        (b"[1, 2]", "the body is no JSON object"),
-        (b"null", "body"),
+        (b'"text"', "the body is 'text'; allowed: a JSON object"),
+        (b"[1, 2]", "the body is [1, 2]; allowed: a JSON object"),
+        (b"null", "the body is None; allowed: a JSON object"),
         (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "the body is no JSON"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature is nan"),
         (b'{"prompt": "a", "temperature": 1e999}', "temperature is inf"),
@@ -169,8 +201,14 @@ def test_body_beyond_the_limit_is_refused(server, size):
 
 
 def test_other_paths_methods_and_models_are_refused(server):
-    assert server.refusal("/v1/embeddings", {"input": "a"})[0] == 404
-    assert server.refusal(COMPLETIONS, None)[0] == 405
+    status, error = server.refusal("/v1/embeddings", {"input": "a"})
+    assert status == 404 and error["message"] == (
+        "there is no POST '/v1/embeddings'; GET /openapi.json tells what there is"
+    )
+    status, headers, answer = server.request(COMPLETIONS)
+    assert (status, headers["Allow"]) == (405, "POST")
+    assert answer["error"]["message"].startswith("there is no GET '/v1/completions'; ")
+    assert "\n" not in server.refusal("/a%0Ab", None)[1]["message"]
     for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO}), ("/tokenize", {"prompt": "a"})):
         status, error = server.refusal(path, body | {"model": "other"})
         assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")

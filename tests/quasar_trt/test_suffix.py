@@ -13,6 +13,7 @@ from quasar_trt.drafters import automaton as automaton_module
 from quasar_trt.drafters.automaton import Cursor, SuffixAutomaton
 from quasar_trt.drafters.base import Draft, DraftRequest
 from quasar_trt.drafters.registry import make_drafter
+from quasar_trt.errors import QuasarError
 from quasar_trt.sampling import Sampler
 from quasar_trt.sampling_params import SamplingParams
 
@@ -252,6 +253,18 @@ def test_history_is_off_by_default_and_finds_what_others_emitted():
     drafter = make_drafter("suffix", {"history_tokens": 100})
     finish(drafter, 7, [1, 2], [3, 4])
     assert propose([9, 1], 5, drafter).ids == ()  # prompts are not kept
+
+
+@pytest.mark.parametrize("history_tokens", range(1, 6))
+def test_history_that_can_hold_no_continuation_is_refused(history_tokens):
+    """The least that is allowed holds one: [4, 5] and the end of the text."""
+    with pytest.raises(
+        QuasarError, match=f"history_tokens is {history_tokens}; allowed: 0, or an integer of at least 6"
+    ):
+        make_drafter("suffix", {"history_tokens": history_tokens})
+    drafter = make_drafter("suffix", {"history_tokens": 6})
+    finish(drafter, 7, [], [3, 4, 5])
+    assert propose([9, 4], 5, drafter).ids == (5,)
 
 
 def test_request_follows_a_history_that_grows_meanwhile():
