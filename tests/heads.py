@@ -18,13 +18,9 @@ from quasar_trt.model_config import ModelConfig
 
 
 def _random(shape: Sequence[int], generator: torch.Generator, spread: float = 1.0) -> Tensor:
-    """Values that BF16 and INT8 with a scale for each row hold, so that nothing is lost where they are stored so."""
+    """BF16 values, so that nothing is lost where they are stored so."""
     weight = torch.randn(*shape, generator=generator) * spread / shape[-1] ** 0.5
-    step = 2.0 ** (weight.abs().amax(-1, keepdim=True) / 127).log2().ceil()
-    codes = (weight / step).round()
-    # A scale is the largest value of its row over 127.
-    codes.scatter_(-1, weight.abs().argmax(-1, keepdim=True), 127.0)
-    return codes * step
+    return weight.bfloat16().float()
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

@@ -49,18 +49,33 @@ def test_none_is_a_product_with_bf16_weights():
     np.testing.assert_allclose(linears("none")(weight)(x.numpy()), expected.numpy(), atol=1e-4)
 
 
+def held_by_int8(weight: torch.Tensor) -> torch.Tensor:
+    """Near values that INT8 with a scale for each row holds, and BF16 too."""
+    step = 2.0 ** (weight.abs().amax(1, keepdim=True) / 127).log2().ceil()
+    codes = (weight / step).round()
+    return (
+        codes.scatter_(1, weight.abs().argmax(1, keepdim=True), 127.0) * step
+    )  # a scale is the largest value over 127
+
+
 @pytest.mark.parametrize("third", [False, True])
 def test_weights_that_int8_holds_give_the_same_head(deep_dirs, tmp_path, third):
     engine = open_engine(deep_dirs["BF16"], "cpu", threads=1)
     values = eagle_values(engine.config, hidden_size=42, draft_vocab_size=90)
-    directory = write_eagle(tmp_path / "head", values, eagle_tensors(engine.config, third, values))
+    tensors = eagle_tensors(engine.config, third, values)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2:
+            tensors[name] = held_by_int8(tensor)
+    if third:  # a weight of the norm before q, k and v is multiplied into theirs
+        tensors["midlayer.input_layernorm.weight"] = torch.ones(42)
+    directory = write_eagle(tmp_path / "head", values, tensors)
     states = np.random.default_rng(0).standard_normal((6, 3 if third else 1, 42), np.float32)
     logits = []
     for quantization in ("int8", "none"):
         head = EagleHead(directory, engine, 8, linears(quantization))
         part = LayerPart(head.layer.open(), 6)
         logits.append(head.logits(head([7, 1, 30, 8, 9, 2], head.features(states), [part])))
-    np.testing.assert_allclose(logits[0], logits[1], atol=0.01 * np.abs(logits[1]).max())
+    np.testing.assert_allclose(logits[0], logits[1], atol=2e-3 * np.abs(logits[1]).max())
 
 
 @pytest.mark.parametrize("quantization", ["int8", "none"])

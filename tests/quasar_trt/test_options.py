@@ -26,8 +26,8 @@ DRAFTER = {
         "prompt_lookup_min": 3,
     },
     "recycle": {"num_speculative_tokens": 2},
-    "medusa": {"num_speculative_tokens": 2, "top_k": 2},
-    "eagle": {"num_speculative_tokens": 2, "depth": 2, "top_k": 2},
+    "medusa": {"num_speculative_tokens": 2, "top_k": 2, "quantization": "none"},
+    "eagle": {"num_speculative_tokens": 2, "depth": 2, "top_k": 2, "quantization": "none"},
     "suffix": {"num_speculative_tokens": 2, "branches": 3, "history_tokens": 100},
     "engine": {
         "num_speculative_tokens": 2,
