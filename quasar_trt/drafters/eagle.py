@@ -60,6 +60,7 @@ class EagleDrafter(Drafter):
         self._ranks = RankEstimates(self.options.depth, self.options.top_k)
         self._texts: dict[int, HeadText] = {}
         self._grown: dict[int, Growth] = {}
+        self._is_asked = True  # whether it was worth it the last time
 
     def attach(self, engine: Engine, step_cost: StepCost | None, tokenizer: object | None) -> None:
         check_engine(engine, "eagle")
@@ -79,7 +80,10 @@ class EagleDrafter(Drafter):
         self._passes.begin()
         # A prompt's last token enters the cache in the same pass as its draft would.
         going = [growth for growth in growths if growth.text.is_known]
+        if going:
+            self._is_asked = False
         while going and self._is_worth(growths, going):
+            self._is_asked = True
             self._grow(going)
             going = [each for each in going if each.depth < min(self.options.depth, each.request.limit)]
         self.seconds = self._passes.seconds
@@ -87,7 +91,14 @@ class EagleDrafter(Drafter):
         return [growth.draft(self._estimates) for growth in growths]
 
     def read_states(self, request_id: int, position: int, states: np.ndarray) -> None:
-        self._texts[request_id].add(position, states)
+        text = self._texts[request_id]
+        text.add(position, states)
+        most = self._head.layer.max_rows
+        if text.num_pending > most:  # of a prompt, or while the head is not asked; states are large
+            if self._is_asked:
+                self._read([text])
+            else:
+                text.keep_last(most)
 
     def observe(self, request_id: int, emitted: Sequence[int], num_accepted_tokens: int) -> None:
         growth = self._grown.pop(request_id, None)
@@ -138,7 +149,7 @@ class EagleDrafter(Drafter):
     def _read(self, texts: Sequence[HeadText]) -> int:
         """The head reads what the verifier has read; returns how many rows."""
         num_rows = 0
-        while behind := [text for text in texts if text.num_pending]:
+        while behind := [text for text in texts if text.num_readable]:
             left, parts = self._head.layer.max_rows, []
             for text in behind:
                 if left:

@@ -38,6 +38,11 @@ class HeadText:
         """Whether the verifier has given the states of all tokens but the last."""
         return self._end > 0 and self._end == len(self._context) - 1
 
+    @property
+    def num_readable(self) -> int:
+        """Pending tokens whose next one is known."""
+        return min(self.num_pending, len(self._context) - 1 - (self._end - self.num_pending))
+
     def add(self, position: int, states: np.ndarray) -> None:
         """The states [tokens, places, hidden_size] of the tokens from a position on. Behind a gap, whose tokens the verifier took from
         another sequence's cache, the text begins anew; what was there already is what comes again."""
@@ -50,12 +55,19 @@ class HeadText:
             self.num_pending += len(new)
             self._end += len(new)
 
+    def keep_last(self, count: int) -> None:
+        """Nothing but the last `count` pending tokens is known any more."""
+        states, end = np.concatenate(self._pending)[-count:], self._end
+        self.forget()
+        self._end = end - count
+        self.add(self._end, states)
+
     def next_rows(self, most: int) -> tuple[Sequence[int], np.ndarray, LayerPart]:
         """Tokens, states and place of the next rows to be read."""
         if self._text is None:
             self._text = self._layer.open()
         self._pending = [np.concatenate(self._pending)]
-        begin, states = self._end - self.num_pending, self._pending[0][:most]
+        begin, states = self._end - self.num_pending, self._pending[0][: min(most, self.num_readable)]
         return self._context[begin + 1 : begin + 1 + len(states)], states, self.part(len(states))
 
     def part(self, num_rows: int, parents: Sequence[int] = ()) -> LayerPart:

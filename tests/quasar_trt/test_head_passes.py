@@ -15,6 +15,13 @@ from quasar_trt.sampling_params import SamplingParams
 from quasar_trt.step_cost import StepCost
 
 
+class Fixed(StepCost):
+    """Costs that stay as they are."""
+
+    def observe(self, rows, seconds):
+        pass
+
+
 def head_dir(directory, config, kind: str):
     if kind == "medusa":
         return write_medusa(directory, medusa_tensors(config, 3, 1), 3, 1)
@@ -31,13 +38,40 @@ def test_a_head_is_asked_only_where_its_passes_cost_little_beside_the_verifiers(
     however many rows, any hope is worth their time."""
     engine = open_engine(deep_dirs["BF16"], "cpu", threads=1)
     drafter = make_drafter(f"{kind}:{head_dir(tmp_path / 'head', engine.config, kind)}")
-    cost = StepCost({1: verify_seconds, 64: 1.0001 * verify_seconds})
+    cost = Fixed({1: verify_seconds, 64: 1.0001 * verify_seconds})
     runner = Runner(engine, drafter=drafter, max_draft_len=7, step_cost=cost)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     found = runner.generate([random_ids(engine.config, 6)], params)[0].outputs[0].token_ids
     assert found == Runner(engine).generate([random_ids(engine.config, 6)], params)[0].outputs[0].token_ids
     stats = runner.stats
     assert stats.num_drafts == 0 if verify_seconds < 1 else stats.num_drafts > 0.9 * stats.num_verify_steps - 2
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_long_text_is_read_as_it_comes_or_but_for_its_end_forgotten(deep_dirs, tmp_path, pays):
+    """States of 256 tokens wait at most."""
+    engine = open_engine(deep_dirs["BF16"], "reference")
+    engine.max_seq_len = 600
+    drafter = make_drafter(f"eagle:{head_dir(tmp_path / 'head', engine.config, 'eagle')}")
+    seconds = 1e3 if pays else 1e-7
+    runner = Runner(engine, drafter=drafter, max_draft_len=3, step_cost=Fixed({1: seconds, 64: 1.0001 * seconds}))
+    waiting = []
+    given = drafter.propose
+
+    def propose(batch):
+        waiting.extend(text.num_pending for text in drafter._texts.values())
+        drafts = given(batch)
+        waiting.extend(text.num_read for text in drafter._texts.values())
+        return drafts
+
+    drafter.propose = propose
+    params = SamplingParams(temperature=0, max_tokens=290, ignore_eos=True)
+    prompt = random_ids(engine.config, 300)
+    found = runner.generate([prompt], params)[0].outputs[0].token_ids
+    assert found == Runner(engine).generate([prompt], params)[0].outputs[0].token_ids
+    assert max(waiting[::2]) <= 256
+    most_read = max(waiting[1::2])
+    assert most_read > 550 if pays else most_read <= 300
 
 
 def test_a_pass_is_worth_what_its_tokens_save():
