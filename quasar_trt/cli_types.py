@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import click
 from quasar_trt.errors import QuasarError, unknown
 
 
-class ValueType(click.ParamType):
-    """What `read` makes of a text; it raises ValueError for one that is not `allowed`."""
+class ValueType(click.ParamType, ABC):
+    """Takes a text as what `read` makes of it."""
 
     allowed: str
 
@@ -25,8 +26,9 @@ class ValueType(click.ParamType):
         except (ValueError, OverflowError):
             raise QuasarError(f"{called(param)} is {reprlib.repr(value)}; allowed: {self.allowed}") from None
 
+    @abstractmethod
     def read(self, text: str) -> object:
-        raise NotImplementedError
+        """Raises ValueError or OverflowError for a text that is not `allowed`."""
 
 
 class Whole(ValueType):

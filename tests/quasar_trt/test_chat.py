@@ -62,6 +62,8 @@ def test_answers_and_questions_are_remembered():
     assert bytes(first) == b"system: be short\nuser: hi\nassistant:"
     chat.reset()
     assert chat.messages == [{"role": "system", "content": "be short"}]
+    assert Chat(runner, PARAMS, "", console(False)).messages == [{"role": "system", "content": ""}]
+    assert Chat(runner, PARAMS, None, console(False)).messages == []
 
 
 def test_text_alone_where_there_is_no_terminal():
