@@ -54,6 +54,7 @@ class MedusaDrafter(Drafter):
         self._estimates = ConfidenceEstimates()
         self._states: dict[int, tuple[int, np.ndarray]] = {}  # the last token's position and state
         self._guesses: dict[int, list[list[tuple[int, float]]]] = {}  # of each head: ids and probabilities
+        self._usual_drafts: dict[tuple[bool, int], list[float]] = {}  # see `_usual`
 
     def attach(self, engine: Engine, step_cost: StepCost | None, tokenizer: object | None) -> None:
         check_engine(engine, "medusa")
@@ -88,7 +89,10 @@ class MedusaDrafter(Drafter):
         self._states[request_id] = position + len(states) - 1, states[-1, 0]
 
     def observe(self, request_id: int, emitted: Sequence[int], num_accepted_tokens: int) -> None:
-        for depth, (guesses, right) in enumerate(zip(self._guesses.pop(request_id, ()), emitted, strict=False)):
+        guessed = self._guesses.pop(request_id, ())
+        if guessed:
+            self._usual_drafts.clear()
+        for depth, (guesses, right) in enumerate(zip(guessed, emitted, strict=False)):
             for rank, (token, probability) in enumerate(guesses):
                 self._estimates.count(probability, token == right)
                 self._ranks.count(depth, rank, token == right)
@@ -107,10 +111,17 @@ class MedusaDrafter(Drafter):
 
     def _is_worth(self, batch: Sequence[DraftRequest], ready: Sequence[int]) -> bool:
         """Whether guesses as good as they mostly are would be."""
-        every = range(self.options.top_k)
-        means = [[(rank, self._ranks.of(depth, rank)) for rank in every] for depth in range(self._heads.num_heads)]
-        later = [self._tree(request, means).probabilities if i in ready else [] for i, request in enumerate(batch)]
+        later = [self._usual(request) if index in ready else [] for index, request in enumerate(batch)]
         return self._passes.is_worth([[]] * len(batch), later, len(ready))
+
+    def _usual(self, request: DraftRequest) -> list[float]:
+        """The probabilities of a draft of such guesses."""
+        form = request.tree, request.limit
+        if form not in self._usual_drafts:
+            every = range(self.options.top_k)
+            means = [[(rank, self._ranks.of(depth, rank)) for rank in every] for depth in range(self._heads.num_heads)]
+            self._usual_drafts[form] = self._tree(request, means).probabilities
+        return self._usual_drafts[form]
 
     def _draft(self, request: DraftRequest, guesses: list[list[tuple[int, float]]]) -> Draft:
         draft = self._tree(request, guesses)
