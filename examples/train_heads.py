@@ -72,12 +72,12 @@ class MedusaHeads(nn.Module):
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, embedded: Tensor, states: Tensor) -> list[Tensor]:
-        """Of head i, logits of the token i + 2 places on."""
+    def forward(self, embedded: Tensor, states: Tensor, depth: int | None) -> list[Tensor]:
+        """Of head i, logits of the token i + 2 places on; of the first `depth` heads, or of all."""
         last = states[:, -1]
         return [
             functional.linear(last + functional.silu(block(last)), self.head)[: -i - 1]
-            for i, block in enumerate(self.blocks)
+            for i, block in enumerate(self.blocks[:depth])
         ]
 
     def tensors(self, head: Tensor) -> dict[str, Tensor]:
@@ -126,10 +126,10 @@ class EagleHead(nn.Module):
             found = torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
         return found
 
-    def forward(self, embedded: Tensor, states: Tensor) -> list[Tensor]:
-        """Of reading i, logits of the token i + 2 places on."""
+    def forward(self, embedded: Tensor, states: Tensor, depth: int | None) -> list[Tensor]:
+        """Of reading i, logits of the token i + 2 places on; of the first `depth` readings, or of all."""
         x, found, paths = self.fc(states[:, :3].flatten(1)), [], []
-        for i in range(min(self.depth, len(embedded) - 1)):
+        for i in range(min(depth or self.depth, len(embedded) - 1)):
             rows = len(embedded) - 1 - i
             x = x[:rows]
             normed = torch.cat([self._norm("input", embedded[1 + i :]), self._norm("hidden", x)], dim=-1)
@@ -162,8 +162,21 @@ class EagleHead(nn.Module):
         return found | {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(vocab_size), ids)}
 
 
+def faster_dtype(weight: Tensor) -> torch.dtype:
+    """Of products with this weight on this machine."""
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x, cast = torch.ones(256, weight.shape[1], dtype=dtype), weight.to(dtype)
+        for _ in range(3):
+            began = time.perf_counter()
+            functional.linear(x, cast)
+            seconds[dtype] = time.perf_counter() - began
+    return min(seconds, key=seconds.get)
+
+
 def train(heads: nn.Module, data, embedding: Tensor, head: Tensor, passes: float, rate: float, batch: int = 4) -> None:
-    """By the model's own distributions over the ids of `head` as soft targets; what lies farther on counts less."""
+    """By the model's own distributions over the ids of `head` as soft targets; what lies farther on counts less. At first only what
+    comes next is learned, which takes a fraction of the time."""
     name, steps = type(heads).__name__, max(1, round(passes * len(data) / batch))
     optimizer = torch.optim.AdamW(heads.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
     warmup = 1 + steps // 20
@@ -171,16 +184,19 @@ def train(heads: nn.Module, data, embedding: Tensor, head: Tensor, passes: float
         optimizer, lambda step: min(1, (step + 1) / warmup) * (1 + math.cos(math.pi * step / steps)) / 2
     )
     random, order = torch.Generator().manual_seed(0), []
-    began, total, shown = time.perf_counter(), 0.0, max(steps // 10, 1)
+    began, total, shown, dtype = time.perf_counter(), 0.0, max(steps // 10, 1), faster_dtype(head)
     for step in range(1, steps + 1):
+        depth = None if step > 0.75 * steps else 1
         for _ in range(batch):
             order = order or torch.randperm(len(data), generator=random).tolist()
             text, states = data[order.pop()]
             states = states.float()
             targets = functional.linear(states[:, -1], head).softmax(-1)
-            found = heads(embedding[text], states)
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                found = heads(embedding[text], states, depth)
             losses = [
-                functional.cross_entropy(logits, targets[i : i + len(logits)]) for i, logits in enumerate(found, 1)
+                functional.cross_entropy(logits.float(), targets[i : i + len(logits)])
+                for i, logits in enumerate(found, 1)
             ]
             loss = sum(0.8**i * each for i, each in enumerate(losses)) / batch
             loss.backward()
@@ -232,12 +248,12 @@ def main() -> None:
 
     torch.manual_seed(0)
     medusa = MedusaHeads(config.hidden_size, options.heads, own)
-    train(medusa, data, embedding, own, 1, 1e-3)
+    train(medusa, data, embedding, own, 1.5, 1e-3)
     values = {"medusa_num_heads": options.heads, "medusa_num_layers": 1, "base_model_name_or_path": options.engine_dir}
     save(options.output_dir / "medusa", values, medusa.tensors(head), "medusa_lm_head.safetensors")
 
     eagle = EagleHead(config, own)
-    train(eagle, data, embedding, own, 2, 1.5e-3)
+    train(eagle, data, embedding, own, 5.5, 2e-3)
     values = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "hidden_size": config.hidden_size,
