@@ -113,7 +113,7 @@ class EagleHead(nn.Module):
             self.linears["down"].weight.zero_()
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, x.shape[-1:], self.norms[name], self.config.norm_epsilon)
+        return functional.rms_norm(x.float(), x.shape[-1:], self.norms[name], self.config.norm_epsilon)
 
     def _heads(self, name: str, x: Tensor, first: int | None = None) -> Tensor:
         """[rows, heads, size]; with RoPE from a position on."""
