@@ -67,7 +67,7 @@ class EagleDrafter(Drafter):
         linears = DraftLinears(engine, self.options.quantization)
         self._head = EagleHead(self._directory, engine, self.options.depth * self.options.top_k, linears)
         self.hidden_layers = self._head.hidden_layers
-        self._passes = HeadPasses(step_cost, self._run_once)
+        self._passes = HeadPasses(step_cost, self._run_once, engine.max_seq_len)
 
     def start(self, request_id: int, context: Sequence[int]) -> None:
         self._texts[request_id] = HeadText(context, self._head.layer)
