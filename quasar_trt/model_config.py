@@ -104,10 +104,11 @@ class ModelConfig:
         return cls(**stored_fields(cls, values, "model"))
 
 
-def whole_number(name: str, value: object, least: int = 1) -> int:
-    """`value` itself. Raises QuasarError naming it unless it is an int of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise QuasarError(f"{name} is {value!r}; it must be a whole number of at least {least}")
+def whole_number(name: str, value: object, least: int = 1, most: int | None = None) -> int:
+    """`value` itself. Raises QuasarError naming it unless it is an int of at least `least`, and at most `most` where that is given."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        bound = "" if most is None else f", at most {most}"
+        raise QuasarError(f"{name} is {value!r}; it must be a whole number of at least {least}{bound}")
     return value
 
 

@@ -7,6 +7,8 @@ import numpy as np
 from quasar_trt.drafters.adjacency import largest
 from quasar_trt.drafters.estimates import AcceptanceEstimates
 
+MOST_GUESSES = 64  # for one place, and places; memory is taken for as many as are asked for
+
 # Classes of the probability that a head gives a token, and their middles.
 _BORDERS = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97])
 _PRIORS = (0.01, 0.035, 0.075, 0.15, 0.28, 0.42, 0.58, 0.72, 0.85, 0.93, 0.98)

@@ -15,7 +15,7 @@ from time import perf_counter
 import numpy as np
 
 from quasar_trt.drafters.base import Draft, Drafter, DraftRequest, check_num_speculative_tokens
-from quasar_trt.drafters.confidence import ConfidenceEstimates, RankEstimates, most_probable
+from quasar_trt.drafters.confidence import MOST_GUESSES, ConfidenceEstimates, RankEstimates, most_probable
 from quasar_trt.drafters.draft_linear import DraftLinears, check_quantization
 from quasar_trt.drafters.eagle_growth import Growth, HeadText
 from quasar_trt.drafters.eagle_head import EagleHead
@@ -33,7 +33,8 @@ from quasar_trt.step_cost import StepCost
 class EagleOptions:
     """num_speculative_tokens: the most draft tokens per request and step; None for as many as the engine allows.
 
-    depth: the most draft tokens of a path. top_k: tokens that are continued at each depth, and continuations of each.
+    depth: the most draft tokens of a path. top_k: tokens that are continued at each depth, and continuations of each. Each is at
+    most MOST_GUESSES.
     quantization: of the head's weights, "int8" or "none".
     """
 
@@ -44,8 +45,8 @@ class EagleOptions:
 
     def __post_init__(self):
         check_num_speculative_tokens(self.num_speculative_tokens)
-        whole_number("depth", self.depth)
-        whole_number("top_k", self.top_k)
+        whole_number("depth", self.depth, most=MOST_GUESSES)
+        whole_number("top_k", self.top_k, most=MOST_GUESSES)
         check_quantization(self.quantization)
 
 
@@ -67,7 +68,7 @@ class EagleDrafter(Drafter):
         linears = DraftLinears(engine, self.options.quantization)
         self._head = EagleHead(self._directory, engine, self.options.depth * self.options.top_k, linears)
         self.hidden_layers = self._head.hidden_layers
-        self._passes = HeadPasses(step_cost, self._run_once)
+        self._passes = HeadPasses(step_cost, self._run_once, engine.max_seq_len)
 
     def start(self, request_id: int, context: Sequence[int]) -> None:
         self._texts[request_id] = HeadText(context, self._head.layer)
@@ -98,7 +99,7 @@ class EagleDrafter(Drafter):
             if self._is_asked:
                 self._read([text])
             else:
-                text.keep_last(most)
+                text.keep_last(most // 2)  # half, so that it is not done, which copies them, for each token
 
     def observe(self, request_id: int, emitted: Sequence[int], num_accepted_tokens: int) -> None:
         growth = self._grown.pop(request_id, None)

@@ -15,13 +15,14 @@ _ROUNDS = 3  # times that each number of rows is measured; the fastest counts
 class HeadPasses:
     """Decides before each pass of a head whether it is worth its time; all are, where the verifier's costs are not known.
 
-    verifier: what its passes cost, or None. run: makes a pass of so many rows, by which its cost is measured now.
+    verifier: what its passes cost, or None. run: makes a pass of so many rows, by which its cost is measured now, up to max_rows.
     """
 
-    def __init__(self, verifier: StepCost | None, run: Callable[[int], None]):
+    def __init__(self, verifier: StepCost | None, run: Callable[[int], None], max_rows: int = _ROWS[-1]):
         self._passes = DraftingPasses(verifier) if verifier else None
         if verifier:
-            self._cost = StepCost({rows: min(_seconds(run, rows) for _ in range(_ROUNDS)) for rows in _ROWS})
+            measured = [rows for rows in _ROWS if rows <= max_rows]
+            self._cost = StepCost({rows: min(_seconds(run, rows) for _ in range(_ROUNDS)) for rows in measured})
 
     @property
     def seconds(self) -> float:

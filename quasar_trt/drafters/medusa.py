@@ -14,7 +14,7 @@ from time import perf_counter
 import numpy as np
 
 from quasar_trt.drafters.base import NO_DRAFT, Draft, Drafter, DraftRequest, check_num_speculative_tokens
-from quasar_trt.drafters.confidence import ConfidenceEstimates, RankEstimates, most_probable
+from quasar_trt.drafters.confidence import MOST_GUESSES, ConfidenceEstimates, RankEstimates, most_probable
 from quasar_trt.drafters.draft_linear import DraftLinears, check_quantization
 from quasar_trt.drafters.head_files import check_engine
 from quasar_trt.drafters.head_passes import HeadPasses
@@ -31,7 +31,7 @@ from quasar_trt.step_cost import StepCost
 class MedusaOptions:
     """num_speculative_tokens: the most draft tokens per request and step; None for as many as the engine allows.
 
-    top_k: guesses of each head that a tree may hold. quantization: of the heads' weights, "int8" or "none".
+    top_k: guesses of each head that a tree may hold, at most MOST_GUESSES. quantization: of the heads' weights, "int8" or "none".
     """
 
     num_speculative_tokens: int | None = None
@@ -40,7 +40,7 @@ class MedusaOptions:
 
     def __post_init__(self):
         check_num_speculative_tokens(self.num_speculative_tokens)
-        whole_number("top_k", self.top_k)
+        whole_number("top_k", self.top_k, most=MOST_GUESSES)
         check_quantization(self.quantization)
 
 

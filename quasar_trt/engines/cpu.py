@@ -150,21 +150,20 @@ class CpuEngine(Engine):
 
     def hidden_states(self, index: int, rows: Sequence[int]) -> np.ndarray:
         first = self._first_rows[index]
-        states = self._decoder.states([first + row for row in rows], len(self._kept_layers))
-        return states
+        return self._decoder.states([first + row for row in rows], len(self._kept_layers))
 
     def embeddings(self, ids: Sequence[int]) -> np.ndarray:
         return float32_of(self._tensors[EMBEDDING][list(ids)])
 
     def head_logits(self, states: np.ndarray) -> np.ndarray:
-        x, scale = states, self._tensors.get("lm_head.scale")
+        scale = self._tensors.get("lm_head.scale")
         weight, size = self._tensors["lm_head.weight"], self.config.hidden_size
         kind, scales = "bf16", None
         if scale is not None:
             kind = "w8a16"
-            x, scales = native.quantize_16(x, self.isa)
-        x = native.padded_rows(x)
-        return native.packed_linear(kind, x, scales, weight, scale, size, self.pool)[:, : self.config.vocab_size]
+            states, scales = native.quantize_16(states, self.isa)
+        rows = native.padded_rows(states)
+        return native.packed_linear(kind, rows, scales, weight, scale, size, self.pool)[:, : self.config.vocab_size]
 
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         self.check(batch)

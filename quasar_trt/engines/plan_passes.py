@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quasar_trt.drafters.base import Draft
 from quasar_trt.engines.base import SequenceStep
 from quasar_trt.engines.plan_bindings import PlanSizes
 from quasar_trt.engines.plan_session import PlanSession
@@ -16,8 +17,8 @@ from quasar_trt.engines.plan_session import PlanSession
 class SlotStep:
     """What a slot, which holds `past` tokens, gets in a step.
 
-    ids: its new rows, the draft tokens last; parents: of these where they are a tree, else empty. wanted: how many rows, the last, have
-    logits.
+    ids: its new rows, the draft tokens last; parents: of the last rows, as `branching` gives them. wanted: how many rows, the last,
+    have logits.
     """
 
     slot: int
@@ -28,8 +29,17 @@ class SlotStep:
 
     @classmethod
     def of(cls, entry: SequenceStep, slot: int, past: int) -> SlotStep:
-        parents = entry.draft.parents if entry.draft.is_tree else ()
-        return cls(slot, past, (*entry.tokens, *entry.draft.ids), parents, (1 + len(entry.draft)) * entry.needs_logits)
+        ids, wanted = (*entry.tokens, *entry.draft.ids), (1 + len(entry.draft)) * entry.needs_logits
+        return cls(slot, past, ids, branching(entry.draft), wanted)
+
+
+def branching(draft: Draft) -> tuple[int, ...]:
+    """The parents of a tree behind the chain that it begins with, as `Draft.parents` has them, -1 for that chain's last token; of a
+    chain none. A prompt that is scored is such a beginning, longer than a pass."""
+    if not draft.is_tree:
+        return ()
+    first = min(parent for index, parent in enumerate(draft.parents) if parent != index - 1) + 1
+    return tuple(parent - first for parent in draft.parents[first:])
 
 
 @dataclass(frozen=True)

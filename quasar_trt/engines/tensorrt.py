@@ -19,7 +19,7 @@ from quasar_trt.communicator import Communicator
 from quasar_trt.engines.base import Accept, Acceptance, Capabilities, Engine, SequenceStep, checked_acceptance
 from quasar_trt.engines.plan_bindings import PlanSizes, state_places
 from quasar_trt.engines.plan_head import PlanHead
-from quasar_trt.engines.plan_passes import PlanPasses, SlotRows, SlotStep
+from quasar_trt.engines.plan_passes import PlanPasses, SlotRows, SlotStep, branching
 from quasar_trt.engines.plan_ranks import device_of, nccl_communicator
 from quasar_trt.engines.plan_session import PlanSession
 from quasar_trt.engines.reference import load_tensors
@@ -190,10 +190,8 @@ class TensorRTEngine(Engine):
         super().check(batch)
         most = self._sizes.largest.rows
         for entry in batch:
-            if entry.draft.is_tree and len(entry.draft) > most:
-                raise ValueError(
-                    f"sequence {entry.sequence} brings a tree of {len(entry.draft)} tokens; the plan allows {most}"
-                )
+            if (count := len(branching(entry.draft))) > most:
+                raise ValueError(f"sequence {entry.sequence} brings a tree of {count} tokens; the plan allows {most}")
 
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         self.check(batch)

@@ -47,6 +47,19 @@ def test_a_head_is_asked_only_where_its_passes_cost_little_beside_the_verifiers(
     assert stats.num_drafts == 0 if verify_seconds < 1 else stats.num_drafts > 0.9 * stats.num_verify_steps - 2
 
 
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_an_engine_of_short_sequences_is_drafted_for_too(deep_dirs, tmp_path, kind):
+    """Of fewer tokens than the rows of which a head's passes are measured."""
+    engine = open_engine(deep_dirs["BF16"], "reference")
+    engine.max_seq_len = 20
+    drafter = make_drafter(f"{kind}:{head_dir(tmp_path / 'head', engine.config, kind)}")
+    runner = Runner(engine, drafter=drafter, max_draft_len=7, step_cost=Fixed({1: 1e3, 64: 1.0001e3}))
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    found = runner.generate([random_ids(engine.config, 6)], params)[0].outputs[0].token_ids
+    assert found == Runner(engine).generate([random_ids(engine.config, 6)], params)[0].outputs[0].token_ids
+    assert len(found) == 14 and runner.stats.num_draft_tokens
+
+
 @pytest.mark.parametrize("pays", [True, False])
 def test_a_long_text_is_read_as_it_comes_or_but_for_its_end_forgotten(deep_dirs, tmp_path, pays):
     """States of 256 tokens wait at most."""

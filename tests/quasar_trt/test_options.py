@@ -194,6 +194,7 @@ def test_every_default_works(engine_dirs, head_dirs):
         (lambda: make_drafter("eagle:", {}), "drafter is 'eagle:'; allowed: eagle:DIR"),
         (lambda: make_drafter("medusa:x", {"top_k": 0}), "top_k is 0; it must be a whole number of at least 1"),
         (lambda: make_drafter("eagle:x", {"depth": 1.5}), "depth is 1.5; it must be a whole number"),
+        (lambda: make_drafter("eagle:x", {"top_k": 10**9}), "top_k is 1000000000; .* at least 1, at most 64"),
         (lambda: make_drafter("eagle:x", {"dept": 3}), "unknown eagle drafter option 'dept'.*did you mean 'depth'"),
     ],
 )

@@ -61,7 +61,7 @@ def test_all_rows_of_a_tree_are_in_the_last_pass_of_its_sequence(engine, referen
     assert_same_logits(steps(engine, batch, keep), steps(reference, batch, keep))
     assert [shapes[INPUT_IDS] for shapes in trt.passes] == [(1, 8), (1, 5)]
     assert_same_logits(steps(engine, [entry(0, 1, 2, seed=2)]), steps(reference, [entry(0, 1, 2, seed=2)]))
-    parents = (*range(-1, 9), 3)
+    parents = (*range(-1, 9), -1)
     with pytest.raises(ValueError, match="brings a tree of 11 tokens; the plan allows 10"):
         steps(engine, [entry(0, 1, seed=3, parents=parents)])
 
@@ -128,6 +128,30 @@ def test_trees_are_replayed_as_chains_are(tmp_path, reference):
         keep = lambda index, drafted, parents=parents: 1 if parents is None else (1,) if parents == FORK else (0, 2)  # noqa: E731
         assert_same_logits(steps(engine, batch, keep), steps(reference, batch, keep))
     assert trt.device.replayed == 3
+
+
+def test_a_scored_prompt_longer_than_a_pass_may_end_in_a_tree(trt, tmp_path, reference):
+    prompt = random_ids(MODEL[0], 4, seed=1) * 3  # as one pass of the engine, of two of the plan
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=1)
+    expected = Runner(reference).generate([prompt], params)[0]
+    engine, trees = open_double(trt, tmp_path), []
+    step = engine.step
+
+    def watched(batch, accept):
+        trees.extend(entry.draft for entry in batch if entry.draft.is_tree)
+        return step(batch, accept)
+
+    engine.step = watched
+    runner = Runner(engine, drafter=make_drafter("recycle"), max_batch_size=4, max_draft_len=3)
+    for _ in range(2):  # at first the drafter knows no continuation of the prompt
+        found = runner.generate([prompt], params)[0]
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+        for one, other in zip(found.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
+            assert one.keys() == other.keys()
+            assert [each.logprob for each in one.values()] == pytest.approx(
+                [each.logprob for each in other.values()], abs=1e-3
+            )
+    assert max(map(len, trees)) > 10  # rows of a pass
 
 
 @pytest.mark.parametrize(("drafter", "options"), [("suffix", {"branches": 3}), ("recycle", {})])
