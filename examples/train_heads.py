@@ -231,6 +231,10 @@ def main() -> None:
     runner = Runner.from_dir(options.engine_dir, drafter=None)
     engine, config, began = runner.engine, runner.engine.config, time.perf_counter()
     layers = config.num_hidden_layers
+    if layers < 7 or not engine.capabilities.hidden_states:
+        sys.exit(
+            f"{options.engine_dir} has {layers} layers; allowed: 7 or more, and an engine that gives hidden states"
+        )
     texts = [text for text in write_texts(runner, options.texts, options.max_tokens) if len(text) > 5]
     print(f"{len(texts)} texts, {sum(map(len, texts))} tokens, {time.perf_counter() - began:.0f} s")
     places = [2, layers // 2, layers - 3, layers]
@@ -275,6 +279,6 @@ def main() -> None:
     )
 
 
-if len(sys.argv) < 3:
+if len(sys.argv) < 2:
     sys.exit(__doc__)
 main()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
@@ -79,22 +80,31 @@ class StepCost:
         return cls(measured)
 
 
-def compare(engine: Engine, other: Engine) -> float:
-    """Seconds of a pass of one row of `engine` over those of `other`: of each the fastest of several that alternate, because
-    what was measured at different times cannot be compared."""
-    sequences = [(each, each.open()) for each in (engine, other)]
+def compare(run: Callable[[], None], other: Callable[[], None]) -> float:
+    """Seconds that `run` takes over those that `other` takes: of each the fastest of several that alternate, because what was
+    measured at different times cannot be compared."""
     fastest = [math.inf, math.inf]
-    try:
-        for _ in range(_ROUNDS):
-            for index, (each, sequence) in enumerate(sequences):
-                began = perf_counter()
-                each.step([SequenceStep(sequence, [0])], _accept_nothing)
-                fastest[index] = min(fastest[index], perf_counter() - began)
-                each.truncate(sequence, 0)
-    finally:
-        for each, sequence in sequences:
-            each.close(sequence)
+    for _ in range(_ROUNDS):
+        for index, each in enumerate((run, other)):
+            began = perf_counter()
+            each()
+            fastest[index] = min(fastest[index], perf_counter() - began)
     return fastest[0] / fastest[1]
+
+
+@contextmanager
+def one_row(engine: Engine) -> Iterator[Callable[[], None]]:
+    """What makes a pass of one row of an engine."""
+    sequence = engine.open()
+
+    def run() -> None:
+        engine.step([SequenceStep(sequence, [0])], _accept_nothing)
+        engine.truncate(sequence, 0)
+
+    try:
+        yield run
+    finally:
+        engine.close(sequence)
 
 
 def open_step_cost(engine: Engine, manifest: Manifest) -> StepCost:

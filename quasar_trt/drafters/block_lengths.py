@@ -9,7 +9,6 @@ from operator import mul
 from quasar_trt.drafters.agreement import Agreement
 from quasar_trt.drafters.drafting_passes import DraftingPasses
 from quasar_trt.drafters.engine_block import Block
-from quasar_trt.step_cost import StepCost
 
 
 class BlockLengths(DraftingPasses):
@@ -17,21 +16,7 @@ class BlockLengths(DraftingPasses):
 
     Behind its block every draft goes on with its tail, the tokens that cost nothing but the verifier's rows; a tail as good as
     this one is expected behind a longer block too.
-
-    ratio: seconds of a drafting pass of one row over those of the verifier. What raises or lowers the level of the verifier's
-        costs is taken to do the same to those of the drafting engine, which may not have been asked for a while.
     """
-
-    def __init__(self, verifier: StepCost, drafting: StepCost, ratio: float):
-        super().__init__(verifier)
-        self._drafting = drafting
-        self._level = verifier.level  # that the drafting engine's has followed
-        drafting.level *= ratio * verifier.seconds(1) / drafting.seconds(1)
-
-    def begin(self) -> None:
-        super().begin()
-        self._drafting.level *= self._verifier.level / self._level
-        self._level = self._verifier.level
 
     def pays(self, blocks: Sequence[Block], agreement: Agreement) -> bool:
         """Whether one more drafting pass, over the blocks that go on, pays; it is counted where it does.

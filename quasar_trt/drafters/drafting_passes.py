@@ -17,17 +17,24 @@ class DraftingPasses:
     A pass is tried now and then though it does not seem to pay, lest a drafter that was once right too seldom is never asked again;
     this takes at most 0.5 % of the time.
 
-    verifier: what passes of the verifier cost. seconds: of the drafting passes of this step so far.
+    verifier, drafting: what passes cost. ratio: seconds of a drafting pass of one row over those of the verifier. What raises or lowers the
+        level of the verifier's costs is taken to do the same to those of drafting, which may not have been tried for a while.
+    seconds: of the drafting passes of this step so far.
     """
 
-    def __init__(self, verifier: StepCost):
+    def __init__(self, verifier: StepCost, drafting: StepCost, ratio: float):
         self.seconds = 0.0
         self._verifier = verifier
+        self._drafting = drafting
+        self._level = verifier.level  # that the other has followed
+        drafting.level *= ratio * verifier.seconds(1) / drafting.seconds(1)
         self._trials = Trials()  # of drafting passes, for a share of the verifier's time
 
     def begin(self) -> None:
         """A step begins."""
         self.seconds = 0.0
+        self._drafting.level *= self._verifier.level / self._level
+        self._level = self._verifier.level
 
     def is_worth(
         self,

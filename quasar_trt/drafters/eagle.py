@@ -68,7 +68,7 @@ class EagleDrafter(Drafter):
         linears = DraftLinears(engine, self.options.quantization)
         self._head = EagleHead(self._directory, engine, self.options.depth * self.options.top_k, linears)
         self.hidden_layers = self._head.hidden_layers
-        self._passes = HeadPasses(step_cost, self._run_once, engine.max_seq_len)
+        self._passes = HeadPasses(engine, step_cost, self._run_once, engine.max_seq_len)
 
     def start(self, request_id: int, context: Sequence[int]) -> None:
         self._texts[request_id] = HeadText(context, self._head.layer)
@@ -174,5 +174,6 @@ class EagleDrafter(Drafter):
         text = self._head.layer.open()
         features = np.zeros((num_rows, self._head.config.hidden_size), np.float32)
         found = self._run([([0] * num_rows, features, LayerPart(text, num_rows))])
-        most_probable(self._head.logits(found[-self.options.top_k :]), self.options.top_k)
+        # Of a tree's rows some have been read before, and give no logits.
+        most_probable(self._head.logits(found[-max(self.options.top_k, num_rows // 2) :]), self.options.top_k)
         self._head.layer.close(text)

@@ -33,7 +33,7 @@ from quasar_trt.kv_budget import KvBudget
 from quasar_trt.machine import available_memory
 from quasar_trt.manifest import Manifest
 from quasar_trt.prompt_chunks import PromptChunks
-from quasar_trt.step_cost import StepCost, compare, measure, open_step_cost
+from quasar_trt.step_cost import StepCost, compare, measure, one_row, open_step_cost
 
 # Those that can draft behind what is only supposed to follow the context.
 _DRAFTERS = {"suffix": (SuffixDrafter, SuffixOptions), "ngram": (NgramDrafter, NgramOptions)}
@@ -120,7 +120,10 @@ class EngineDrafter(Drafter):
         self._chunks = PromptChunks(cost, drafting.capabilities.max_rows)
         self._tested = DraftLengths(cost)
         self._cost = cost
-        self._lengths = BlockLengths(step_cost, cost, compare(drafting, engine)) if cost else None
+        self._lengths = None
+        if cost:
+            with one_row(drafting) as ours, one_row(engine) as theirs:
+                self._lengths = BlockLengths(step_cost, cost, compare(ours, theirs))
 
     def start(self, request_id: int, context: Sequence[int]) -> None:
         if self._drafter:

@@ -76,5 +76,5 @@ def check_engine(engine: Engine, drafter: str) -> None:
     if not engine.capabilities.hidden_states:
         raise QuasarError(
             f"drafter '{drafter}' reads hidden states, which this engine does not give; engines 'cpu', 'reference' and 'tensorrt' of one "
-            "rank do"
+            "rank do, rotated ones where their directory has basis.safetensors: build it again"
         )

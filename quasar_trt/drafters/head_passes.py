@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from quasar_trt.drafters.drafting_passes import DraftingPasses
-from quasar_trt.step_cost import StepCost
+from quasar_trt.engines.base import Engine
+from quasar_trt.step_cost import StepCost, compare, one_row
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
 _ROUNDS = 3  # times that each number of rows is measured; the fastest counts
@@ -15,14 +16,19 @@ _ROUNDS = 3  # times that each number of rows is measured; the fastest counts
 class HeadPasses:
     """Decides before each pass of a head whether it is worth its time; all are, where the verifier's costs are not known.
 
-    verifier: what its passes cost, or None. run: makes a pass of so many rows, by which its cost is measured now, up to max_rows.
+    verifier: what passes of `engine` cost, or None. run: makes a pass of so many rows, by which its cost is measured now, up to
+    max_rows.
     """
 
-    def __init__(self, verifier: StepCost | None, run: Callable[[int], None], max_rows: int = _ROWS[-1]):
-        self._passes = DraftingPasses(verifier) if verifier else None
+    def __init__(
+        self, engine: Engine, verifier: StepCost | None, run: Callable[[int], None], max_rows: int = _ROWS[-1]
+    ):
+        self._passes = None
         if verifier:
             measured = [rows for rows in _ROWS if rows <= max_rows]
             self._cost = StepCost({rows: min(_seconds(run, rows) for _ in range(_ROUNDS)) for rows in measured})
+            with one_row(engine) as theirs:
+                self._passes = DraftingPasses(verifier, self._cost, compare(lambda: run(1), theirs))
 
     @property
     def seconds(self) -> float:

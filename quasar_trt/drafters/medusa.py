@@ -63,7 +63,9 @@ class MedusaDrafter(Drafter):
         linears = DraftLinears(engine, self.options.quantization)
         self._heads = MedusaHeads(self._directory, engine, linears)
         self._ranks = RankEstimates(self._heads.num_heads, self.options.top_k)
-        self._passes = HeadPasses(step_cost, lambda rows: self._guess(np.zeros((rows, config.hidden_size), np.float32)))
+        self._passes = HeadPasses(
+            engine, step_cost, lambda rows: self._guess(np.zeros((rows, config.hidden_size), np.float32))
+        )
 
     def propose(self, batch: Sequence[DraftRequest]) -> list[Draft]:
         self._passes.begin()

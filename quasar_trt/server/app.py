@@ -27,7 +27,7 @@ _REFUSALS = {
     413: "The body is too large.",
     429: "Too many requests at a time; try again.",
     500: "The engine failed.",
-    503: "The server is stopping.",
+    503: "The server is stopping, or has as many connections as it takes.",
 }
 
 

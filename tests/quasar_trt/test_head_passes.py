@@ -6,6 +6,7 @@ import pytest
 from heads import eagle_tensors, eagle_values, medusa_tensors, write_eagle, write_medusa
 from tiny import random_ids
 
+from quasar_trt.drafters import head_passes
 from quasar_trt.drafters.confidence import RankEstimates
 from quasar_trt.drafters.drafting_passes import DraftingPasses
 from quasar_trt.drafters.registry import make_drafter
@@ -22,6 +23,17 @@ class Fixed(StepCost):
         pass
 
 
+@pytest.fixture
+def costs(monkeypatch):
+    """Seconds of a verifier's pass -> its costs, beside which those of a head are a millisecond."""
+
+    def made(seconds: float) -> StepCost:
+        monkeypatch.setattr(head_passes, "compare", lambda *passes: 1e-3 / seconds)
+        return Fixed({1: seconds, 64: 1.0001 * seconds})
+
+    return made
+
+
 def head_dir(directory, config, kind: str):
     if kind == "medusa":
         return write_medusa(directory, medusa_tensors(config, 3, 1), 3, 1)
@@ -32,14 +44,13 @@ def head_dir(directory, config, kind: str):
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 @pytest.mark.parametrize("verify_seconds", [1e-7, 1e3])
 def test_a_head_is_asked_only_where_its_passes_cost_little_beside_the_verifiers(
-    deep_dirs, tmp_path, kind, verify_seconds
+    deep_dirs, tmp_path, costs, kind, verify_seconds
 ):
     """Random heads are nearly never right: beside a pass that takes a microsecond they lose, beside one of a quarter of an hour, of
     however many rows, any hope is worth their time."""
     engine = open_engine(deep_dirs["BF16"], "cpu", threads=1)
     drafter = make_drafter(f"{kind}:{head_dir(tmp_path / 'head', engine.config, kind)}")
-    cost = Fixed({1: verify_seconds, 64: 1.0001 * verify_seconds})
-    runner = Runner(engine, drafter=drafter, max_draft_len=7, step_cost=cost)
+    runner = Runner(engine, drafter=drafter, max_draft_len=7, step_cost=costs(verify_seconds))
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     found = runner.generate([random_ids(engine.config, 6)], params)[0].outputs[0].token_ids
     assert found == Runner(engine).generate([random_ids(engine.config, 6)], params)[0].outputs[0].token_ids
@@ -61,13 +72,12 @@ def test_an_engine_of_short_sequences_is_drafted_for_too(deep_dirs, tmp_path, ki
 
 
 @pytest.mark.parametrize("pays", [True, False])
-def test_a_long_text_is_read_as_it_comes_or_but_for_its_end_forgotten(deep_dirs, tmp_path, pays):
+def test_a_long_text_is_read_as_it_comes_or_but_for_its_end_forgotten(deep_dirs, tmp_path, costs, pays):
     """States of 256 tokens wait at most."""
     engine = open_engine(deep_dirs["BF16"], "reference")
     engine.max_seq_len = 600
     drafter = make_drafter(f"eagle:{head_dir(tmp_path / 'head', engine.config, 'eagle')}")
-    seconds = 1e3 if pays else 1e-7
-    runner = Runner(engine, drafter=drafter, max_draft_len=3, step_cost=Fixed({1: seconds, 64: 1.0001 * seconds}))
+    runner = Runner(engine, drafter=drafter, max_draft_len=3, step_cost=costs(1e3 if pays else 1e-7))
     waiting = []
     given = drafter.propose
 
@@ -89,7 +99,7 @@ def test_a_long_text_is_read_as_it_comes_or_but_for_its_end_forgotten(deep_dirs,
 
 def test_a_pass_is_worth_what_its_tokens_save():
     """Two rows cost as much as one; the pass takes a tenth of the verifier's: it pays from a chance of a tenth on."""
-    passes = DraftingPasses(StepCost({1: 1.0, 2: 1.0}))
+    passes = DraftingPasses(StepCost({1: 1.0, 2: 1.0}), StepCost({1: 0.1, 2: 0.1}), 0.1)
     for chance, worth in ((0.09, False), (0.11, True)):
         passes.begin()
         assert passes.is_worth([[]], [[chance]], 0.1) == worth
