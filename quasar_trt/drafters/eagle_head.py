@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quasar_trt.drafters.draft_linear import DraftLinears, rms_norm
+from quasar_trt.drafters.draft_linear import DraftLinear, DraftLinears, rms_norm
 from quasar_trt.drafters.eagle_layer import LayerPart, LayerWeights, NativeEagleLayer
 from quasar_trt.drafters.eagle_layer_plain import PlainEagleLayer
 from quasar_trt.drafters.head_files import EAGLE3_LAYERS, check_shapes, eagle3_places, read_config, read_weights
 from quasar_trt.engines.base import Engine
 from quasar_trt.errors import QuasarError
 from quasar_trt.model_config import ModelConfig, whole_number
-from quasar_trt.tensorfile import float32_of
+from quasar_trt.tensorfile import float32_of, to_numpy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,8 +92,12 @@ class EagleHead:
             self._ids = _draft_ids(tensors, config.vocab_size, path)
         else:
             fc = torch.cat([_folded(fc[:, :size], embedding_basis), fc[:, size:]], dim=1)
-            turns = engine.source_basis.to_source(behind_norm=True), engine.source_basis.for_head()
-            self._to_source, self._for_head = (None if turn is None else linears(torch.tensor(turn)) for turn in turns)
+            turn, back = engine.source_basis.to_source(behind_norm=True), engine.source_basis.for_head()
+            self._to_source = self._for_head = None
+            if turn is not None:
+                self._to_source = linears(torch.tensor(turn))
+                # Always BF16: a small weight of the norm makes a large column, which would take the range of every row.
+                self._for_head = DraftLinear(to_numpy(torch.tensor(back).bfloat16()), None, None, linears.pool)
         self._fc = linears(fc, tensors.get("fc.bias"))
         layer = NativeEagleLayer if linears.pool else PlainEagleLayer
         self.layer = layer(config, weights, engine.max_seq_len, max_tree, linears)
