@@ -167,7 +167,7 @@ PICKY = (
 def test_message_that_the_template_leaves_out_is_refused(engine_dirs, role):
     runner = Runner.from_dir(engine_dirs["INT8"])
     runner.tokenizer.chat_template = PICKY
-    messages = [{"role": "system", "content": " A "}, {"role": "user", "content": "b"}]
+    messages = [{"role": "system", "content": " a "}, {"role": "user", "content": "b"}]
     assert runner.tokenizer.decode(runner.chat_ids(messages)) == "system: a\nuser: b\n"
     messages.append({"role": role, "content": "c"})
     with pytest.raises(QuasarError, match=f"messages has role '{role}' where this model's chat template leaves it out"):
