@@ -128,6 +128,16 @@ def packed_linear(kind: str, x, scale, weight, weight_scale, k: int, pool) -> np
     return getattr(_native, f"linear_{kind}")(x, scale, weight, weight_scale, None, k, "", pool)
 
 
+def head_linear(x: np.ndarray, weight, weight_scale, n: int, pool, isa: str = "") -> np.ndarray:
+    """x [rows, k] float32 through a packed weight [n, k]: BF16, or with a weight_scale (f32 [padded n]) INT8, which reads 16-bit codes of x
+    -> float32 [rows, n]. Sizes are trusted."""
+    kind, scale, k = "bf16", None, x.shape[1]
+    if weight_scale is not None:
+        kind = "w8a16"
+        x, scale = quantize_16(x, isa)
+    return packed_linear(kind, padded_rows(x), scale, weight, weight_scale, k, pool)[:, :n]
+
+
 def _linear(kernel, x, scale, weight, weight_scale, bias, isa) -> np.ndarray:
     n, k = weight.shape
     if x.shape[1] != k:

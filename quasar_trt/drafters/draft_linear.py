@@ -55,7 +55,7 @@ class DraftLinear:
     """Made by `DraftLinears`."""
 
     def __init__(self, weight: np.ndarray, scale: np.ndarray | None, bias: np.ndarray | None, pool: object | None):
-        self._out, self._in = weight.shape
+        self._out = len(weight)
         self._bias, self._pool = bias, pool
         if pool is None:
             self._weight = float32_of(weight) if scale is None else weight * scale[:, None]
@@ -67,12 +67,7 @@ class DraftLinear:
         if self._pool is None:
             y = x @ self._weight.T
         else:
-            kind, scale = "bf16", None
-            if self._scale is not None:
-                kind = "w8a16"
-                x, scale = native.quantize_16(x)
-            rows = native.padded_rows(x)
-            y = native.packed_linear(kind, rows, scale, self._weight, self._scale, self._in, self._pool)[:, : self._out]
+            y = native.head_linear(x, self._weight, self._scale, self._out, self._pool)
         return y if self._bias is None else y + self._bias
 
 

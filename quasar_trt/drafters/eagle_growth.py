@@ -85,7 +85,8 @@ class HeadText:
 class Growth:
     """A tree of draft tokens at the end of a text, depth by depth.
 
-    width: tokens that are continued at each depth, and continuations of each.
+    width: tokens that are continued at each depth, and continuations of each. chances: of each token, the probability that it and
+    those before it on its path are accepted.
     """
 
     def __init__(self, request: DraftRequest, text: HeadText, width: int):
@@ -96,7 +97,7 @@ class Growth:
         self._parents: list[int] = []
         self._probabilities: list[float] = []  # of each token after its parent
         self._paths: list[float] = []  # the product of those on its path
-        self._chances: list[float] = []  # that it and those before it on its path are accepted
+        self.chances: list[float] = []
         self._features: list[np.ndarray] = []  # before each token
         self._ranks: list[int] = []  # of each token among its siblings
         self._rows: list[int] = []  # the tokens that the head reads, those that are continued next last
@@ -108,16 +109,11 @@ class Growth:
         """That the head reads for the next depth."""
         return len(self._rows) or 1
 
-    @property
-    def chances(self) -> list[float]:
-        """Of each token, the probability that it and those before it on its path are accepted."""
-        return self._chances
-
     def later_chances(self, ranks: RankEstimates) -> list[float]:
         """Those that are expected after one more depth."""
-        found = list(self._chances)
+        found = list(self.chances)
         for index in self._continued:
-            before = self._chances[index] if index >= 0 else 1.0
+            before = self.chances[index] if index >= 0 else 1.0
             found += [before * ranks.of(self.depth, rank) for rank in range(self.width)]
         return sorted(found, reverse=True)[: self.request.limit]
 
@@ -128,13 +124,13 @@ class Growth:
         newest = range(len(self._ids), len(self._ids) + ids.size)
         rows = zip(self._continued, ids.tolist(), probabilities.tolist(), features, strict=True)
         for parent, some_ids, some_probabilities, before in rows:
-            path, chance = (self._paths[parent], self._chances[parent]) if parent >= 0 else (1.0, 1.0)
+            path, chance = (self._paths[parent], self.chances[parent]) if parent >= 0 else (1.0, 1.0)
             for rank, (token, probability) in enumerate(zip(some_ids, some_probabilities, strict=True)):
                 self._ids.append(token)
                 self._parents.append(parent)
                 self._probabilities.append(probability)
                 self._paths.append(path * probability)
-                self._chances.append(chance * estimates.of(probability))
+                self.chances.append(chance * estimates.of(probability))
                 self._features.append(before)
                 self._ranks.append(rank)
         self.depth += 1

@@ -156,14 +156,8 @@ class CpuEngine(Engine):
         return float32_of(self._tensors[EMBEDDING][list(ids)])
 
     def head_logits(self, states: np.ndarray) -> np.ndarray:
-        scale = self._tensors.get("lm_head.scale")
-        weight, size = self._tensors["lm_head.weight"], self.config.hidden_size
-        kind, scales = "bf16", None
-        if scale is not None:
-            kind = "w8a16"
-            states, scales = native.quantize_16(states, self.isa)
-        rows = native.padded_rows(states)
-        return native.packed_linear(kind, rows, scales, weight, scale, size, self.pool)[:, : self.config.vocab_size]
+        weight, scale = self._tensors["lm_head.weight"], self._tensors.get("lm_head.scale")
+        return native.head_linear(states, weight, scale, self.config.vocab_size, self.pool, self.isa)
 
     def step(self, batch: Sequence[SequenceStep], accept: Accept) -> list[Acceptance | None]:
         self.check(batch)
